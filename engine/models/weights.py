@@ -1,0 +1,31 @@
+"""A model's parameters as a value: what loading yields and the forward pass reads.
+
+Linear weights are `[out_features, in_features]`, as `torch.nn.functional.linear` takes them.
+Q, K and V are one matrix (rows: all query heads, all key heads, all value heads), gate and up are
+one matrix (gate rows first): fewer, larger products.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    input_norm: torch.Tensor  # [hidden]
+    qkv: torch.Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+    qkv_bias: torch.Tensor | None  # [(num_heads + 2 * num_kv_heads) * head_dim]
+    q_norm: torch.Tensor | None  # [head_dim]
+    k_norm: torch.Tensor | None  # [head_dim]
+    o: torch.Tensor  # [hidden, num_heads * head_dim]
+    post_norm: torch.Tensor  # [hidden]
+    gate_up: torch.Tensor  # [2 * intermediate, hidden]
+    down: torch.Tensor  # [hidden, intermediate]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    embedding: torch.Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor  # [hidden]
+    lm_head: torch.Tensor  # [vocab, hidden]; the embedding itself when tied
