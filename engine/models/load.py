@@ -1,0 +1,263 @@
+"""Safetensors -> `Weights`, each byte copied once.
+
+Every file's header is read and checked against the architecture before memory is allocated;
+then each tensor is copied from the memory-mapped file into its place in a fused matrix,
+converting its dtype on the way. Nothing is ever unpickled.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hillstar.engine.models.config import ModelConfig
+from hillstar.engine.models.errors import ModelError
+from hillstar.engine.models.weights import LayerWeights, Weights
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all, after each tensor."""
+
+_INDEX = "model.safetensors.index.json"
+_DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_MAX_NAMES = 4  # names listed in one error
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One tensor of a checkpoint: its name and the shape it must have."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+_Parts = tuple[_Part, ...]
+"""Tensors stacked by rows into one parameter; none when the architecture lacks it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where a tensor lies and what its file's header says of it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+
+
+def load_weights(
+    model_dir: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> Weights:
+    """Read a model's parameters into memory on `device`, converted to `dtype`.
+
+    Tensors the architecture does not use are an error, except those that carry nothing (rotary
+    tables, an output head that is tied to the embedding). Raises ModelError that names file,
+    tensor and shapes for a missing, surplus, misshapen or quantised tensor, or a broken file.
+    """
+    top = _top_level(config)
+    layers = [_layer(config, i) for i in range(config.num_layers)]
+    parts = [part for group in (top, *layers) for field in group.values() for part in field]
+    stored = _read_headers(model_dir)
+    _check(model_dir, config, parts, stored)
+    total = sum(stored[part.name].size_bytes for part in parts)
+    reader = _Reader(stored, dtype, torch.device(device), total, progress)
+    embedding = reader.required(top["embedding"])
+    return Weights(
+        embedding=embedding,
+        layers=tuple(_load_layer(reader, layer) for layer in layers),
+        norm=reader.required(top["norm"]),
+        lm_head=embedding if config.tie_word_embeddings else reader.required(top["lm_head"]),
+    )
+
+
+def _load_layer(reader: "_Reader", layer: dict[str, _Parts]) -> LayerWeights:
+    return LayerWeights(
+        input_norm=reader.required(layer["input_norm"]),
+        qkv=reader.required(layer["qkv"]),
+        qkv_bias=reader.optional(layer["qkv_bias"]),
+        q_norm=reader.optional(layer["q_norm"]),
+        k_norm=reader.optional(layer["k_norm"]),
+        o=reader.required(layer["o"]),
+        post_norm=reader.required(layer["post_norm"]),
+        gate_up=reader.required(layer["gate_up"]),
+        down=reader.required(layer["down"]),
+    )
+
+
+def _top_level(config: ModelConfig) -> dict[str, _Parts]:
+    matrix = (config.vocab_size, config.hidden_size)
+    head = () if config.tie_word_embeddings else (_Part("lm_head.weight", matrix),)
+    return {
+        "embedding": (_Part("model.embed_tokens.weight", matrix),),
+        "norm": (_Part("model.norm.weight", (config.hidden_size,)),),
+        "lm_head": head,
+    }
+
+
+def _layer(config: ModelConfig, index: int) -> dict[str, _Parts]:
+    """The parameters of one layer, by the field of `LayerWeights` they make up."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    num_q = config.num_heads * config.head_dim
+    num_kv = config.num_kv_heads * config.head_dim
+    qkv = (("q", num_q), ("k", num_kv), ("v", num_kv))
+
+    def part(name: str, *shape: int) -> _Part:
+        return _Part(f"model.layers.{index}.{name}", shape)
+
+    def head_norm(name: str) -> _Parts:
+        return (part(f"self_attn.{name}.weight", config.head_dim),) if config.qk_norm else ()
+
+    return {
+        "input_norm": (part("input_layernorm.weight", hidden),),
+        "qkv": tuple(part(f"self_attn.{name}_proj.weight", rows, hidden) for name, rows in qkv),
+        "qkv_bias": tuple(
+            part(f"self_attn.{name}_proj.bias", rows) for name, rows in qkv if config.qkv_bias
+        ),
+        "q_norm": head_norm("q_norm"),
+        "k_norm": head_norm("k_norm"),
+        "o": (part("self_attn.o_proj.weight", hidden, num_q),),
+        "post_norm": (part("post_attention_layernorm.weight", hidden),),
+        "gate_up": (
+            part("mlp.gate_proj.weight", inner, hidden),
+            part("mlp.up_proj.weight", inner, hidden),
+        ),
+        "down": (part("mlp.down_proj.weight", hidden, inner),),
+    }
+
+
+class _Reader:
+    """Copies tensors out of memory-mapped files and counts the bytes; owns the open files."""
+
+    def __init__(
+        self,
+        stored: dict[str, _Stored],
+        dtype: torch.dtype,
+        device: torch.device,
+        total: int,
+        progress: Progress | None,
+    ) -> None:
+        self._stored = stored
+        self._dtype = dtype
+        self._device = device
+        self._done = 0
+        self._total = total
+        self._progress = progress
+        self._files = {entry.file: _open(entry.file) for entry in stored.values()}
+
+    def required(self, parts: _Parts) -> torch.Tensor:
+        """A parameter stacked from its parts in one allocation."""
+        num_rows = sum(part.shape[0] for part in parts)
+        shape = (num_rows, *parts[0].shape[1:])
+        target = torch.empty(shape, dtype=self._dtype, device=self._device)
+        row = 0
+        for part in parts:
+            stored = self._stored[part.name]
+            file = self._files[stored.file]
+            source = file.get_tensor(part.name)  # type: ignore[no-untyped-call]  # a mapped view
+            target[row : row + part.shape[0]].copy_(source)
+            row += part.shape[0]
+            self._done += stored.size_bytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+        return target
+
+    def optional(self, parts: _Parts) -> torch.Tensor | None:
+        return self.required(parts) if parts else None
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: is not a complete safetensors file ({error})") from error
+
+
+def _read_headers(model_dir: Path) -> dict[str, _Stored]:
+    """What each tensor of the checkpoint is, from the headers of its files."""
+    stored: dict[str, _Stored] = {}
+    for path in _files(model_dir):
+        file = _open(path)
+        for name in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a dict)
+            view = file.get_slice(name)  # type: ignore[no-untyped-call]
+            shape, dtype = tuple(view.get_shape()), view.get_dtype()
+            if name in stored:
+                raise ModelError(f"{path}: tensor '{name}' is also in {stored[name].file.name}")
+            size_bytes = _DTYPE_BYTES.get(dtype, 0)
+            for extent in shape:
+                size_bytes *= extent
+            stored[name] = _Stored(path, shape, dtype, size_bytes)
+    return stored
+
+
+def _files(model_dir: Path) -> Iterator[Path]:
+    """The checkpoint's files: those of the index, else model.safetensors, else all there are."""
+    index = model_dir / _INDEX
+    single = model_dir / "model.safetensors"
+    if index.exists():
+        yield from _indexed_files(index)
+    elif single.exists():
+        yield single
+    else:
+        paths = sorted(model_dir.glob("*.safetensors"))
+        if not paths:
+            raise ModelError(
+                f"{model_dir}: holds no *.safetensors files"
+                " (pickled checkpoints such as pytorch_model.bin are never loaded)"
+            )
+        yield from paths
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: is not an index with a 'weight_map' ({error!r})") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelError(f"{index}: {name!r} is not the name of a file in the same folder")
+        if not (index.parent / name).exists():
+            raise ModelError(f"{index.parent / name}: is missing, but {index.name} names it")
+    return [index.parent / name for name in names]
+
+
+def _check(
+    model_dir: Path, config: ModelConfig, parts: list[_Part], stored: dict[str, _Stored]
+) -> None:
+    """Every part is there in the right shape, and nothing else is that would matter."""
+    missing = [part.name for part in parts if part.name not in stored]
+    if missing:
+        raise ModelError(f"{model_dir}: missing {_listed(missing)} ({config.architecture})")
+    for part in parts:
+        found = stored[part.name]
+        if found.shape != part.shape:
+            raise ModelError(
+                f"{found.file}: tensor '{part.name}' has shape {list(found.shape)};"
+                f" config.json implies {list(part.shape)}"
+            )
+        if found.dtype not in _DTYPE_BYTES:
+            raise ModelError(
+                f"{found.file}: tensor '{part.name}' has dtype {found.dtype};"
+                f" supported: {', '.join(_DTYPE_BYTES)}"
+            )
+    known = {part.name for part in parts}
+    if config.tie_word_embeddings:
+        known.add("lm_head.weight")
+    surplus = [n for n in stored if n not in known and not n.endswith("rotary_emb.inv_freq")]
+    if surplus:
+        raise ModelError(
+            f"{stored[surplus[0]].file}: a {config.architecture} of {config.num_layers} layers"
+            f" has no {_listed(sorted(surplus))}"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    noun = "tensor" if len(names) == 1 else f"{len(names)} tensors:"
+    shown = ", ".join(f"'{name}'" for name in names[:_MAX_NAMES])
+    return f"{noun} {shown}{', ...' if len(names) > _MAX_NAMES else ''}"
