@@ -6,18 +6,18 @@ are not supported (refused by name). Everything else is an unknown parameter: no
 in silence. Every refusal is an `ApiError` that names the parameter, its value and what is allowed.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from hillstar.server.errors import ApiError, invalid, unknown_parameter, unsupported_parameter
+from hillstar.server.errors import invalid, unknown_parameter, unsupported_parameter
+from hillstar.server.items import Message, parse_input
+from hillstar.server.validate import convert, kind_of, missing, shown, wrong_type
 
 Surface = Literal["http", "socket", "hillstar"]
 """Where a create came from: a POST, OpenAI's socket, a socket with a `hillstar.v1.*` protocol."""
 
-Role = Literal["system", "developer", "user", "assistant"]
 OnDisconnect = Literal["continue", "cancel", "pause"]
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -28,18 +28,6 @@ _Count = Annotated[int, Meta(ge=0, le=_MAX_INT)]
 _Id = Annotated[str, Meta(min_length=1, max_length=256)]
 _Label = Annotated[str, Meta(max_length=512)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
-
-
-class Message(msgspec.Struct, frozen=True):
-    """One input message: its role and the texts of its content parts, in order."""
-
-    role: Role
-    parts: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        """What the chat template sees: the parts, a line each."""
-        return "\n".join(self.parts)
 
 
 class HillstarOptions(
@@ -99,7 +87,9 @@ class CreateResponse(
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: bool = True
     max_tool_calls: Annotated[int, Meta(ge=1, le=_MAX_INT)] | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale", "fast"] | None = None
+    service_tier: (
+        Literal["auto", "default", "flex", "priority", "scale", "fast", "ultrafast"] | None
+    ) = None
     safety_identifier: _Label | None = None
     user: _Label | None = None
     prompt_cache_key: _Label | None = None
@@ -116,6 +106,167 @@ class CreateResponse(
         return self.hillstar.on_disconnect or ("continue" if self.store else "cancel")
 
 
+# Documented, and without effect on an answer of ours: taken, and not kept.
+_WITHOUT_EFFECT = frozenset({"image", "stream_options"})
+
+# Documented, and not supported: refused with a reason.
+_UNSUPPORTED = {
+    "access_programs": "there are no access programs here",
+    "background_options": "background responses run as soon as they can",
+    "context_management": "history is never compacted",
+    "moderation": "there is no moderation model",
+    "prompt": "prompts are not stored here; send `input` and `instructions`",
+}
+
+# Documented, and supported as far as a value leaves the answer as it is: (allowed, why not).
+_ONLY_NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
+    "tools": (([],), "this model is not given tools; leave it out or send []"),
+    "tool_choice": (
+        ("auto", "none"),
+        "there are no tools to choose; 'auto' and 'none' are allowed",
+    ),
+    "truncation": (
+        ("disabled",),
+        "a prompt is never cut to fit; only 'disabled' is allowed",
+    ),
+}
+
+_FIELDS = frozenset(CreateResponse.__struct_fields__)
+_DOCUMENTED = (
+    _FIELDS
+    | _WITHOUT_EFFECT
+    | _UNSUPPORTED.keys()
+    | _ONLY_NEUTRAL.keys()
+    | {"text", "reasoning", "prompt_cache_options"}
+)
+_SOCKET_ONLY = "generate"
+
+
 def parse_create(body: object, *, surface: Surface) -> CreateResponse:
     """Validate the body of a create. Raises ApiError and nothing else."""
-    raise NotImplementedError
+    fields = _known_fields(body, surface)
+    fields["input"] = parse_input(fields.get("input", ()))
+    for name, why in _UNSUPPORTED.items():
+        if name in fields:
+            raise unsupported_parameter(name, why)
+    for name, (allowed, why) in _ONLY_NEUTRAL.items():
+        if name in fields and fields[name] not in allowed:
+            raise unsupported_parameter(name, why)
+    _check_text(fields.pop("text", None))
+    _check_reasoning(fields.pop("reasoning", None))
+    _check_cache_options(fields.pop("prompt_cache_options", None))
+    if "conversation" in fields:
+        fields["conversation"] = _conversation_id(fields["conversation"])
+    if isinstance(options := fields.get("hillstar"), dict):
+        fields["hillstar"] = _normal_options(options)
+    fields = {name: value for name, value in fields.items() if name in _FIELDS}
+    request = convert(fields, CreateResponse)
+    _check_whole(request, surface)
+    return request
+
+
+def _known_fields(body: object, surface: Surface) -> dict[str, Any]:
+    """The body without its nulls, every name of it documented."""
+    if not isinstance(body, dict):
+        raise invalid(f"The body must be an object, not {kind_of(body)}.", code="invalid_type")
+    for name in body:
+        if name not in _DOCUMENTED or (surface == "http" and name == _SOCKET_ONLY):
+            raise unknown_parameter(shown(name))
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _check_text(text: object) -> None:
+    if text is None:
+        return
+    if not isinstance(text, dict):
+        raise wrong_type("text", text, "an object")
+    for name, value in text.items():
+        if name == "format":
+            kind = value.get("type") if isinstance(value, dict) else value
+            if kind not in ("text", None) or (isinstance(value, dict) and value.keys() != {"type"}):
+                raise unsupported_parameter("text.format", 'only {"type": "text"} is allowed')
+        elif name == "verbosity":
+            if value not in (None, "medium"):
+                raise unsupported_parameter("text.verbosity", "only 'medium' is allowed")
+        else:
+            raise unknown_parameter(shown(f"text.{name}"))
+
+
+def _check_reasoning(reasoning: object) -> None:
+    if reasoning is None:
+        return
+    if not isinstance(reasoning, dict):
+        raise wrong_type("reasoning", reasoning, "an object")
+    for name, value in reasoning.items():
+        if name not in ("effort", "summary", "generate_summary", "encrypted_content"):
+            raise unknown_parameter(shown(f"reasoning.{name}"))
+        if value is not None:
+            raise unsupported_parameter(f"reasoning.{name}", "this model does not reason apart")
+
+
+def _check_cache_options(options: object) -> None:
+    """Where the prompt cache keeps what cannot change the answer; `prewarm` would."""
+    if options is None:
+        return
+    if not isinstance(options, dict):
+        raise wrong_type("prompt_cache_options", options, "an object")
+    for name, value in options.items():
+        if name == "prewarm":
+            if value not in (None, False):
+                raise unsupported_parameter(
+                    "prompt_cache_options.prewarm", "send `generate: false` on a socket instead"
+                )
+        elif name not in ("mode", "ttl", "comparison_response_id"):
+            raise unknown_parameter(shown(f"prompt_cache_options.{name}"))
+
+
+def _conversation_id(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    for name in value:
+        if name != "id":
+            raise unknown_parameter(shown(f"conversation.{name}"))
+    if "id" not in value:
+        raise missing("conversation.id")
+    if not isinstance(value["id"], str):
+        raise wrong_type("conversation.id", value["id"], "a string")
+    return value["id"]
+
+
+def _normal_options(options: dict[Any, Any]) -> dict[Any, Any]:
+    """The `hillstar` object without its nulls, `stop` as a list."""
+    options = {name: value for name, value in options.items() if value is not None}
+    if isinstance(options.get("stop"), str):
+        options["stop"] = [options["stop"]]
+    return options
+
+
+def _check_whole(request: CreateResponse, surface: Surface) -> None:
+    """The rules that join several fields."""
+    if request.previous_response_id is not None and request.conversation is not None:
+        raise invalid(
+            "'previous_response_id' and 'conversation' exclude each other: send one of them.",
+            "previous_response_id",
+            "mutually_exclusive_parameters",
+        )
+    for name in request.include:
+        if name == INCLUDE_SESSION and surface == "hillstar":
+            continue
+        if name != INCLUDE_LOGPROBS:
+            raise unsupported_parameter("include", f"{shown(name)!r}; only '{INCLUDE_LOGPROBS}' is")
+    if surface != "http" and request.background:
+        raise unsupported_parameter("background", "a socket's responses run while it is open")
+    options = request.hillstar
+    if options.draft not in ("auto", "off"):
+        raise unsupported_parameter(
+            "hillstar.draft", f"there is no draft {shown(options.draft)!r}; 'auto' and 'off' exist"
+        )
+    limit = request.max_output_tokens
+    if limit is not None and options.min_tokens > limit:
+        raise invalid(
+            f"'hillstar.min_tokens' is {options.min_tokens}; at most max_output_tokens ({limit}).",
+            "hillstar.min_tokens",
+        )
+    starts = request.previous_response_id is None and request.conversation is None
+    if starts and not request.input and request.instructions is None:
+        raise missing("input")

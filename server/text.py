@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 
 from hillstar.server.events import TextDecoder
-from hillstar.server.request import CreateResponse, Message
+from hillstar.server.items import Message
+from hillstar.server.request import CreateResponse
 
 
 class PastTurn(msgspec.Struct, frozen=True):
