@@ -22,8 +22,23 @@ from typing import Any, Protocol
 
 import msgspec
 
-from hillstar.engine.messages import FinishReason, TokenLogprobs
-from hillstar.server.request import CreateResponse
+from hillstar.engine.messages import TokenLogprobs
+from hillstar.server.ids import output_item_id
+from hillstar.server.resource import (
+    Turn,
+    TurnEnd,
+    logprob,
+    output_item,
+    output_text,
+    response_object,
+    status_of,
+)
+from hillstar.server.stops import StopMatcher
+
+__all__ = ["Event", "Notice", "ResponseStream", "TextDecoder", "TextDelta", "Turn", "TurnEnd"]
+
+_OUTPUT_INDEX = 0  # the one output item,
+_CONTENT_INDEX = 0  # and its one part
 
 
 class TextDecoder(Protocol):
@@ -40,31 +55,6 @@ class TextDecoder(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for, special ones included (for logprobs)."""
         ...
-
-
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a response before its first token."""
-
-    response_id: str
-    conversation_id: str | None
-    created_at: int  # Unix seconds
-    model: str  # the name to show
-    request: CreateResponse
-
-
-class TurnEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How a response ended. The number of output tokens is what was pushed, up to a stop string.
-
-    reason: stop, prefilled -> completed; length -> incomplete; cancelled -> incomplete with the
-    status cancelled; refused, error -> failed with `code` and `message`.
-    """
-
-    reason: FinishReason
-    completed_at: int  # Unix seconds
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    code: str | None = None
-    message: str | None = None
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -85,7 +75,7 @@ class TextDelta(msgspec.Struct, frozen=True):
     delta: str
     first_token: int
     num_tokens: int
-    logprobs: list[dict[str, Any]]  # OpenAI's, of the tokens covered; [] unless asked for
+    logprobs: Sequence[dict[str, Any]] = ()  # OpenAI's, of the tokens covered; if asked for
 
 
 class Notice(msgspec.Struct, frozen=True):
@@ -99,30 +89,51 @@ class ResponseStream:
     """One response's log as it grows. Owned by one task at a time; no I/O, no clock."""
 
     def __init__(self, turn: Turn, decoder: TextDecoder) -> None:
-        raise NotImplementedError
+        self._turn = turn
+        self._decoder = decoder
+        options = turn.request.hillstar
+        self._stops = StopMatcher(options.stop) if options.stop else None
+        self._first_stop_token = options.min_tokens  # as with EOS, none may stop it before
+        self._item_id = output_item_id(turn.response_id, _OUTPUT_INDEX)
+        self._item_is_open = False
+        self._end: TurnEnd | None = None
+        self._sequence_number = 0
+        self._num_tokens = 0
+        self._num_covered = 0  # tokens covered by deltas
+        self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []  # of the tokens covered
+        self._uncovered_logprobs: list[dict[str, Any]] = []
 
     @property
     def num_tokens(self) -> int:
         """Output tokens taken, the one that completed a stop string included."""
-        raise NotImplementedError
+        return self._num_tokens
 
     @property
     def stopped_at(self) -> int | None:
         """The number of output tokens at which a stop string was complete; later ones are lost."""
-        raise NotImplementedError
+        stopped = self._stops is not None and self._stops.stopped
+        return self._num_tokens if stopped else None
 
     @property
     def next_sequence_number(self) -> int:
-        raise NotImplementedError
+        return self._sequence_number
 
     @property
     def text(self) -> str:
         """The text of all deltas so far."""
-        raise NotImplementedError
+        if len(self._texts) > 1:
+            self._texts = ["".join(self._texts)]
+        return self._texts[0] if self._texts else ""
 
     def open(self) -> list[Event | TextDelta]:
         """The events before any token; called once, first."""
-        raise NotImplementedError
+        assert self._sequence_number == 0, "a stream is opened once"
+        created = self.response_object()
+        return [
+            self._event("response.created", {"response": created}),
+            self._event("response.in_progress", {"response": created}),
+        ]
 
     def push(
         self,
@@ -131,12 +142,127 @@ class ResponseStream:
         logprobs: Sequence[TokenLogprobs] | None = None,
     ) -> list[Event | TextDelta]:
         """Take output tokens `first_token …`. Ones taken before are skipped; a gap is a bug."""
-        raise NotImplementedError
+        assert self._sequence_number > 0, "a stream is opened before its tokens"
+        assert self._end is None, "a stream that ended takes no tokens"
+        if self._stops is not None and self._stops.stopped:
+            return []
+        skip = self._num_tokens - first_token
+        assert skip >= 0, f"output tokens {self._num_tokens} to {first_token} are missing"
+        wants_logprobs = logprobs is not None and self._turn.request.wants_logprobs
+        events: list[Event | TextDelta] = []
+        for i in range(skip, len(token_ids)):
+            token_id = token_ids[i]
+            text = self._decoder.push(token_id)
+            self._num_tokens += 1
+            if wants_logprobs:
+                assert logprobs is not None
+                self._uncovered_logprobs.append(self._logprob(token_id, logprobs[i]))
+            if self._stops is not None and self._num_tokens > self._first_stop_token:
+                text = self._stops.push(text)
+            if text:
+                self._append(text, events)
+            if self._stops is not None and self._stops.stopped:
+                break
+        return events
 
     def finish(self, end: TurnEnd) -> list[Event | TextDelta]:
         """End the response: the last event is terminal. Called once, last."""
-        raise NotImplementedError
+        assert self._sequence_number > 0, "a stream is opened before it ends"
+        assert self._end is None, "a stream ends once"
+        events: list[Event | TextDelta] = []
+        tail = self._tail()
+        if tail:
+            self._append(tail, events)
+        status = status_of(end)
+        if end.reason in ("stop", "length") and not self._item_is_open:
+            self._open_item(events)
+        self._end = end
+        if self._item_is_open:
+            self._close_item(events)
+        kind = "incomplete" if status == "cancelled" else status
+        events.append(self._event(f"response.{kind}", {"response": self.response_object()}))
+        return events
 
     def response_object(self) -> dict[str, Any]:
         """OpenAI's response object as of now (in progress, or ended)."""
-        raise NotImplementedError
+        output = [self._item()] if self._item_is_open else []
+        return response_object(self._turn, self._end, output, self._num_tokens)
+
+    def _tail(self) -> str:
+        """The text that the decoder and the stop matcher still hold."""
+        tail = self._decoder.flush()
+        if self._stops is None:
+            return tail
+        if self._num_tokens > self._first_stop_token:
+            tail = self._stops.push(tail)
+        return tail + self._stops.flush()
+
+    def _append(self, text: str, events: list[Event | TextDelta]) -> None:
+        """Add the delta that covers every token up to now."""
+        if not self._item_is_open:
+            self._open_item(events)
+        logprobs: Sequence[dict[str, Any]] = ()
+        if self._uncovered_logprobs:
+            logprobs, self._uncovered_logprobs = self._uncovered_logprobs, []
+            self._logprobs += logprobs
+        number, first_token = self._sequence_number, self._num_covered
+        self._sequence_number = number + 1
+        self._num_covered = self._num_tokens
+        self._texts.append(text)
+        events.append(
+            TextDelta(
+                number,
+                self._item_id,
+                _OUTPUT_INDEX,
+                _CONTENT_INDEX,
+                text,
+                first_token,
+                self._num_tokens - first_token,
+                logprobs,
+            )
+        )
+
+    def _open_item(self, events: list[Event | TextDelta]) -> None:
+        item = output_item(self._item_id, "in_progress", [])
+        events.append(
+            self._event("response.output_item.added", {"output_index": _OUTPUT_INDEX, "item": item})
+        )
+        events.append(
+            self._event(
+                "response.content_part.added", {**self._place(), "part": output_text("", [])}
+            )
+        )
+        self._item_is_open = True
+
+    def _close_item(self, events: list[Event | TextDelta]) -> None:
+        item = self._item()
+        part = item["content"][0]
+        text = {"text": part["text"], "logprobs": part["logprobs"]}
+        events.append(self._event("response.output_text.done", {**self._place(), **text}))
+        events.append(self._event("response.content_part.done", {**self._place(), "part": part}))
+        events.append(
+            self._event("response.output_item.done", {"output_index": _OUTPUT_INDEX, "item": item})
+        )
+
+    def _item(self) -> dict[str, Any]:
+        status = status_of(self._end)
+        if status not in ("in_progress", "completed"):
+            status = "incomplete"
+        return output_item(self._item_id, status, [output_text(self.text, list(self._logprobs))])
+
+    def _place(self) -> dict[str, Any]:
+        return {
+            "item_id": self._item_id,
+            "output_index": _OUTPUT_INDEX,
+            "content_index": _CONTENT_INDEX,
+        }
+
+    def _event(self, kind: str, body: dict[str, Any]) -> Event:
+        event = Event(kind, self._sequence_number, body)
+        self._sequence_number += 1
+        return event
+
+    def _logprob(self, token_id: int, its: TokenLogprobs) -> dict[str, Any]:
+        as_bytes = self._decoder.token_bytes
+        top = its.top[: self._turn.request.top_logprobs]
+        return logprob(as_bytes(token_id), its.logprob, [(as_bytes(i), value) for i, value in top])

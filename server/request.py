@@ -42,7 +42,7 @@ class HillstarOptions(
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
     stop: Annotated[
-        tuple[Annotated[str, Meta(min_length=1, max_length=1024)], ...], Meta(max_length=16)
+        tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)
     ] = ()
     ignore_eos: bool = False
     min_tokens: _Count = 0

@@ -125,13 +125,13 @@ def _choices(to: object, path: str) -> tuple[str | int, ...]:
 
 def _found(value: object, path: str) -> str:
     """The offending value, found by its path (`a.b[2]`; a map's values are `[...]`)."""
-    for name in re.findall(r"[^.\[\]]+", path):
+    for name in re.findall(r"\.\.\.|[^.\[\]]+", path):
         if isinstance(value, dict) and name in value:
             value = value[name]
         elif isinstance(value, list | tuple) and name.isdecimal() and int(name) < len(value):
             value = value[int(name)]
         else:
-            return "not allowed"
+            return "not as it must be"
     if isinstance(value, str):
         return repr(shown(value))
     return shown(value) if isinstance(value, int | float) else kind_of(value)
