@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from hillstar.engine.messages import EngineStats, Ready
-from hillstar.server.events import Event
+from hillstar.server.events import Event, TextDelta
 
-OnDisconnect = Literal["continue", "cancel", "pause"]
 EngineState = Literal["starting", "ready", "down"]
 
 
@@ -38,7 +37,7 @@ class Scope(Protocol):
 class Follower(Protocol):
     """Receives one response's events in order; compared by identity."""
 
-    def post(self, response_id: str, events: Sequence[Event]) -> None:
+    def post(self, response_id: str, events: Sequence[Event | TextDelta]) -> None:
         """Take the next events (`sequence_number`s contiguous). Never blocks, never raises."""
         ...
 
@@ -90,6 +89,7 @@ class HubStats:
     loading: tuple[int, int] = (0, 0)  # bytes of weights loaded, of how many
     ready: Ready | None = None  # the running engine's own words
     engine: EngineStats = field(default_factory=EngineStats)  # of the last frame
+    engine_error: str | None = None  # why the last engine could not start
     num_engine_restarts: int = 0
     num_sessions: Mapping[str, int] = field(default_factory=dict)  # awake, parked, hibernated
     num_responses: Mapping[str, int] = field(default_factory=dict)  # queued, running, parked

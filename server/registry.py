@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hillstar.server.ports import Created, Followed, Follower, HubStats, Principal, Scope
-from hillstar.server.wire import CreateResponse
+from hillstar.server.request import CreateResponse, Message
 
 
 class Hub:
@@ -109,14 +109,15 @@ class Hub:
         self,
         principal: Principal,
         metadata: Mapping[str, str],
-        items: Sequence[Mapping[str, Any]] = (),
+        items: Sequence[Message] = (),
     ) -> dict[str, Any]:
-        """An empty conversation, or one that begins with `items`; the conversation object."""
+        """An empty conversation, or one whose first turn begins with `items`; the object.
+
+        Raises storage_unavailable.
+        """
         raise NotImplementedError
 
-    async def get_conversation(
-        self, principal: Principal, conversation_id: str
-    ) -> dict[str, Any]:
+    async def get_conversation(self, principal: Principal, conversation_id: str) -> dict[str, Any]:
         """The conversation object. Raises conversation_not_found."""
         raise NotImplementedError
 
