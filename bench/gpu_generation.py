@@ -1,0 +1,167 @@
+"""One generation with the Llama-3-8B shape on a GPU, checked against transformers.
+
+Random weights are made on the device by transformers, saved, and loaded by the engine's own
+loader. The engine generates greedily in bf16 for a mixed batch (prompts of different lengths,
+chunked prefill, decode rows beside prefill chunks). Then the rule of DESIGN.md, rule 6: forced
+along our own tokens, each chosen token's fp32 reference logit lies within 2 epsilon of the
+maximum, epsilon being the largest error of the bf16 reference itself.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from common import finish, report
+from hillstar.engine.batch import BatchBuilder
+from hillstar.engine.config import EngineConfig
+from hillstar.engine.kv.cache import KVCache
+from hillstar.engine.messages import SamplingParams, Submit, pack_ids
+from hillstar.engine.models.config import ModelConfig
+from hillstar.engine.models.load import load_weights
+from hillstar.engine.runner import TorchRunner
+from hillstar.engine.scheduler import Scheduler
+
+PROMPT_LENGTHS = (1, 17, 128, 500, 1031, 2048)
+BLOCK_SIZE = 16
+NUM_BLOCKS = 1024
+
+
+def make_model(folder: Path, num_layers: int, seed: int) -> None:
+    """Write a random bf16 model of the 8B shape (vocabulary and widths; depth as asked)."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=num_layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+
+
+def generate(folder: Path, prompts: list[np.ndarray], num_tokens: int) -> list[list[int]]:
+    """Greedy tokens of the engine for all prompts at once, in chunks of 512 tokens a step."""
+    config = ModelConfig.from_dir(folder)
+    weights = load_weights(folder, config, dtype=torch.bfloat16, device=torch.device("cuda"))
+    cache = KVCache(
+        config,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+    )
+    engine = EngineConfig(
+        model_dir=folder,
+        model_name="random-8b",
+        device="cuda",
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_batched_tokens=512,
+        max_num_seqs=16,
+    )
+    runner = TorchRunner(
+        config,
+        weights,
+        cache,
+        device=torch.device("cuda"),
+        max_num_seqs=engine.max_num_seqs,
+        eos_token_ids=(),
+    )
+    scheduler = Scheduler(engine, num_blocks=NUM_BLOCKS, eos_token_ids=())
+    builder = BatchBuilder(
+        max_num_seqs=engine.max_num_seqs,
+        max_blocks=engine.max_model_len // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+    )
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        scheduler.submit(Submit(sequence_id=str(i), prompt_ids=pack_ids(prompt), params=params))
+    tokens: list[list[int]] = [[] for _ in prompts]
+    in_flight = None
+    while True:
+        plan = scheduler.schedule()
+        launched = None if plan is None else (plan, runner.run(builder.build(plan)))
+        if in_flight is not None:
+            for output in scheduler.update(in_flight[0], in_flight[1].result()):
+                tokens[int(output.sequence_id)].extend(output.token_ids)
+        in_flight = launched
+        if in_flight is None:
+            return tokens
+
+
+def check(folder: Path, prompts: list[np.ndarray], tokens: list[list[int]]) -> dict[str, Any]:
+    """The stated rule over every generated position; also how many equal bf16 greedy outright."""
+    gaps, epsilon, equal, total = [], 0.0, 0, 0
+    reference = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda().eval()
+    rows_bf16 = [_forced_logits(reference, p, t) for p, t in zip(prompts, tokens, strict=True)]
+    reference = reference.float()
+    for prompt, output, bf16 in zip(prompts, tokens, rows_bf16, strict=True):
+        fp32 = _forced_logits(reference, prompt, output)
+        epsilon = max(epsilon, float((fp32 - bf16).abs().max()))
+        chosen = fp32[torch.arange(len(output)), torch.tensor(output)]
+        gaps.append(float((fp32.max(dim=-1).values - chosen).max()))
+        equal += int((bf16.argmax(dim=-1) == torch.tensor(output)).sum())
+        total += len(output)
+    return {
+        "epsilon": epsilon,
+        "largest_gap": max(gaps),
+        "within_2_epsilon": max(gaps) <= 2 * epsilon,
+        "equal_to_bf16_greedy": equal,
+        "positions": total,
+    }
+
+
+@torch.inference_mode()
+def _forced_logits(model: LlamaForCausalLM, prompt: np.ndarray, output: list[int]) -> torch.Tensor:
+    """fp32 logits [len(output), vocab] on the host, of the positions that chose `output`."""
+    ids = torch.tensor([*prompt.tolist(), *output[:-1]], device="cuda")[None]
+    logits = model(ids, logits_to_keep=len(output)).logits[0]
+    return logits.float().cpu()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rng = np.random.default_rng(args.seed)
+    prompts = [rng.integers(0, 128256, size=n).astype(np.int32) for n in PROMPT_LENGTHS]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make_model(folder, args.layers, args.seed)
+        torch.cuda.empty_cache()
+        start = time.perf_counter()
+        tokens = generate(folder, prompts, args.tokens)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        torch.cuda.empty_cache()
+        checked = check(folder, prompts, tokens)
+    result = report(
+        args.seed,
+        shape=f"llama-3-8b, {args.layers} layers",
+        prompt_lengths=PROMPT_LENGTHS,
+        load_and_generate_s=round(seconds, 2),
+        checked=checked,
+    )
+    finish(result, args.out)
+    if not checked["within_2_epsilon"] or any(len(t) != args.tokens for t in tokens):
+        raise SystemExit("the output is not the reference's: the run is void")
+
+
+if __name__ == "__main__":
+    main()
