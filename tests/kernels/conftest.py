@@ -1,0 +1,38 @@
+"""Kernel tests run compiled where there is a CUDA device, in Triton's interpreter elsewhere.
+
+Triton decides when a kernel is decorated, so the variable is set before any kernel is imported.
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the kernels run: compiled on CUDA, interpreted on the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def generator(device: torch.device) -> torch.Generator:
+    """A seeded source of test data on the device."""
+    return torch.Generator(device=device).manual_seed(20260)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what launchers allocate with NaN (or -1): a place that no kernel writes is seen."""
+    for name in ("empty", "empty_like"):
+        allocate = getattr(torch, name)
+
+        def poisoned(*args: Any, _allocate: Any = allocate, **kwargs: Any) -> torch.Tensor:
+            tensor: torch.Tensor = _allocate(*args, **kwargs)
+            return tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+
+        monkeypatch.setattr(torch, name, poisoned)
