@@ -61,20 +61,24 @@ def load_weights(
     tables, an output head that is tied to the embedding). Raises ModelError that names file,
     tensor and shapes for a missing, surplus, misshapen or quantised tensor, or a broken file.
     """
-    top = _top_level(config)
-    layers = [_layer(config, i) for i in range(config.num_layers)]
-    parts = [part for group in (top, *layers) for field in group.values() for part in field]
     stored = _read_headers(model_dir)
-    _check(model_dir, config, parts, stored)
-    total = sum(stored[part.name].size_bytes for part in parts)
+    _check(model_dir, config, stored)
+    total = sum(stored[name].size_bytes for name in expected_shapes(config))
     reader = _Reader(stored, dtype, torch.device(device), total, progress)
+    top = _top_level(config)
     embedding = reader.required(top["embedding"])
     return Weights(
         embedding=embedding,
-        layers=tuple(_load_layer(reader, layer) for layer in layers),
+        layers=tuple(_load_layer(reader, _layer(config, i)) for i in range(config.num_layers)),
         norm=reader.required(top["norm"]),
         lm_head=embedding if config.tie_word_embeddings else reader.required(top["lm_head"]),
     )
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor a checkpoint of this architecture must hold, by its Hugging Face name."""
+    groups = [_top_level(config), *(_layer(config, i) for i in range(config.num_layers))]
+    return {part.name: part.shape for group in groups for parts in group.values() for part in parts}
 
 
 def _load_layer(reader: "_Reader", layer: dict[str, _Parts]) -> LayerWeights:
@@ -227,34 +231,36 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _check(
-    model_dir: Path, config: ModelConfig, parts: list[_Part], stored: dict[str, _Stored]
-) -> None:
-    """Every part is there in the right shape, and nothing else is that would matter."""
-    missing = [part.name for part in parts if part.name not in stored]
+def _check(model_dir: Path, config: ModelConfig, stored: dict[str, _Stored]) -> None:
+    """Every tensor is there in the right shape, and nothing else is that would matter."""
+    expected = expected_shapes(config)
+    missing = [name for name in expected if name not in stored]
     if missing:
         raise ModelError(f"{model_dir}: missing {_listed(missing)} ({config.architecture})")
-    for part in parts:
-        found = stored[part.name]
-        if found.shape != part.shape:
+    for name, shape in expected.items():
+        found = stored[name]
+        if found.shape != shape:
             raise ModelError(
-                f"{found.file}: tensor '{part.name}' has shape {list(found.shape)};"
-                f" config.json implies {list(part.shape)}"
+                f"{found.file}: tensor '{name}' has shape {list(found.shape)};"
+                f" config.json implies {list(shape)}"
             )
         if found.dtype not in _DTYPE_BYTES:
             raise ModelError(
-                f"{found.file}: tensor '{part.name}' has dtype {found.dtype};"
+                f"{found.file}: tensor '{name}' has dtype {found.dtype};"
                 f" supported: {', '.join(_DTYPE_BYTES)}"
             )
-    known = {part.name for part in parts}
-    if config.tie_word_embeddings:
-        known.add("lm_head.weight")
-    surplus = [n for n in stored if n not in known and not n.endswith("rotary_emb.inv_freq")]
+    surplus = [name for name in stored if name not in expected and not _is_idle(name, config)]
     if surplus:
         raise ModelError(
             f"{stored[surplus[0]].file}: a {config.architecture} of {config.num_layers} layers"
             f" has no {_listed(sorted(surplus))}"
         )
+
+
+def _is_idle(name: str, config: ModelConfig) -> bool:
+    """Whether a surplus tensor carries nothing: it is computed, or it repeats another."""
+    is_tied_head = name == "lm_head.weight" and config.tie_word_embeddings
+    return is_tied_head or name.endswith("rotary_emb.inv_freq")
 
 
 def _listed(names: list[str]) -> str:

@@ -18,12 +18,12 @@ def rope_table(rope: RopeConfig, head_dim: int, max_position: int) -> torch.Tens
     Columns `[: head_dim // 2]` are cosines, the rest sines; dimension i of a head is rotated
     together with dimension i + head_dim // 2. YaRN's attention factor is multiplied in.
     """
-    frequencies, scale = _inverse_frequencies(rope, head_dim)
+    frequencies, scale = inverse_frequencies(rope, head_dim)
     angles = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies
     return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=1)
 
 
-def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     """Radians per position, float32 `[head_dim // 2]`, and the factor on cosine and sine."""
     periods = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     plain = 1.0 / periods

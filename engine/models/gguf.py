@@ -1,0 +1,250 @@
+"""GGUF -> a Hugging Face folder, once; after that it is served like any other.
+
+Stored dtypes: tensors the file holds as F32, F16 or BF16 keep their type. Block-quantised ones
+(Q4_1, Q8_0, Q4_K ...) become float16, the smallest type that follows them closely: on
+SmolLM2-135M-Instruct (Q4_1) rounding `scale * q + offset` to float16 adds an error of 2.0e-4 of
+the weights' root mean square, bfloat16 of the same size 1.3e-3, and exact float32 is twice as
+large. (Serving in bfloat16 rounds to that in any case; fp32 tests start from float16.)
+
+A llama GGUF stores the rows of Q and K so that the two halves of a rotary pair lie side by side;
+here they return to the order of the original checkpoint, all first halves before all second.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from hillstar.engine.models.config import ModelConfig
+from hillstar.engine.models.errors import ModelError
+from hillstar.engine.models.files import exclusive, new_folder, sha256_of
+from hillstar.engine.models.gguf_config import read_config
+from hillstar.engine.models.load import Progress, expected_shapes
+from hillstar.engine.models.tokenizer import build_tokenizer, tokenizer_config
+
+_VERSION = 1  # of what a conversion writes; a new one converts anew
+_MAX_SHARD_BYTES = 1 << 30  # bounds the memory a conversion takes
+_CHUNK_VALUES = 1 << 22  # dequantised at once
+_MAX_FLOAT16 = 65504.0
+
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """An open GGUF: its metadata and its tensors by their Hugging Face names."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, Any]  # gguf.ReaderTensor
+    rope_factors: torch.Tensor | None
+
+
+def convert_gguf(path: Path, cache_dir: Path, progress: Progress | None = None) -> Path:
+    """The folder in `cache_dir` that holds `path` as safetensors, config and tokenizer.
+
+    It is named after the SHA-256 of the file and made when it is not there yet, whole or not at
+    all; `progress` counts the bytes of the file's tensors. Raises ModelError for a broken file
+    and for an architecture, tensor type or tokenizer that is not supported.
+    """
+    try:
+        folder = converted_folder(cache_dir, sha256_of(path))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
+    with exclusive(cache_dir):
+        if not folder.exists():
+            _convert(path, folder, progress)
+    return folder
+
+
+def converted_folder(cache_dir: Path, sha256: str) -> Path:
+    """Where the conversion of the file with this hash lies, or would."""
+    return cache_dir / f"gguf-{sha256}-v{_VERSION}"
+
+
+def _convert(path: Path, folder: Path, progress: Progress | None) -> None:
+    source = _read(path)
+    raw = _config(source)
+    config = ModelConfig.from_dict(raw, str(path))
+    _check(source, config)
+    tokenizer = build_tokenizer(source.metadata, str(path))
+    settings = tokenizer_config(source.metadata, config.max_position_embeddings)
+    try:
+        with new_folder(folder) as partial:
+            _write_weights(source, config, partial, progress)
+            _write_json(partial / "config.json", raw)
+            _write_json(partial / "tokenizer_config.json", settings)
+            tokenizer.save(str(partial / "tokenizer.json"))
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path}: cannot be converted into {folder} ({error})") from error
+
+
+def _read(path: Path) -> _Source:
+    try:
+        reader = gguf.GGUFReader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
+        raise ModelError(f"{path}: is not a complete GGUF file ({error})") from error
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    factors = tensors.pop(_ROPE_FACTORS, None)
+    return _Source(
+        path=path,
+        metadata=metadata,
+        tensors={_hf_name(name, path): tensor for name, tensor in tensors.items()},
+        rope_factors=None if factors is None else torch.from_numpy(np.array(factors.data)),
+    )
+
+
+def _hf_name(name: str, path: Path) -> str:
+    if name in _TOP:
+        return _TOP[name]
+    match name.split("."):
+        case ["blk", index, stem, ("weight" | "bias") as kind] if stem in _LAYER:
+            return f"model.layers.{index}.{_LAYER[stem]}.{kind}"
+    raise ModelError(f"{path}: tensor '{name}' is not supported")
+
+
+def _config(source: _Source) -> dict[str, Any]:
+    embedding = source.tensors.get("model.embed_tokens.weight")
+    if embedding is None:
+        raise ModelError(f"{source.path}: tensor 'token_embd.weight' is missing")
+    return read_config(
+        source.metadata,
+        str(source.path),
+        vocab_size=_shape(embedding)[0],
+        is_tied="lm_head.weight" not in source.tensors,
+        rope_factors=source.rope_factors,
+    )
+
+
+def _check(source: _Source, config: ModelConfig) -> None:
+    """The file holds exactly the tensors of its architecture."""
+    expected = expected_shapes(config)
+    for name, shape in expected.items():
+        if name not in source.tensors:
+            raise ModelError(f"{source.path}: tensor '{name}' (by its original name) is missing")
+        found = _shape(source.tensors[name])
+        if found != shape:
+            raise ModelError(
+                f"{source.path}: tensor '{source.tensors[name].name}' has shape {list(found)};"
+                f" its metadata implies {list(shape)}"
+            )
+    for name, tensor in source.tensors.items():
+        if name not in expected:
+            raise ModelError(
+                f"{source.path}: a {config.architecture} of {config.num_layers} layers has no"
+                f" tensor '{tensor.name}'"
+            )
+
+
+def _write_weights(
+    source: _Source, config: ModelConfig, folder: Path, progress: Progress | None
+) -> None:
+    """Tensors in files of about a gibibyte, with the index that several files need."""
+    total = sum(int(tensor.n_bytes) for tensor in source.tensors.values())
+    shards = list(_shards(source.tensors))
+    weight_map: dict[str, str] = {}
+    done = 0
+    for i, names in enumerate(shards, start=1):
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        if len(shards) == 1:
+            file = "model.safetensors"
+        state: dict[str, torch.Tensor] = {}
+        for name in names:
+            state[name] = _original(source, config, name)
+            weight_map[name] = file
+            done += int(source.tensors[name].n_bytes)
+            if progress is not None:
+                progress(done, total)
+        save_file(state, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        _write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
+
+
+def _shards(tensors: dict[str, Any]) -> Iterator[list[str]]:
+    """Names in the file's order, cut before they exceed the size of a shard."""
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        num_bytes = 2 * int(tensor.n_elements)
+        if names and size + num_bytes > _MAX_SHARD_BYTES:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += num_bytes
+    yield names
+
+
+def _original(source: _Source, config: ModelConfig, name: str) -> torch.Tensor:
+    """A tensor as the original checkpoint has it."""
+    tensor = _dequantised(source.tensors[name], source.path)
+    if config.architecture == "llama" and ".self_attn.q_proj." in name:
+        return _unpermuted(tensor, config.num_heads)
+    if config.architecture == "llama" and ".self_attn.k_proj." in name:
+        return _unpermuted(tensor, config.num_kv_heads)
+    return tensor
+
+
+def _unpermuted(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Rows (pair, half) of each head -> rows (half, pair)."""
+    pairs = tensor.reshape(num_heads, -1, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()
+
+
+def _dequantised(tensor: Any, path: Path) -> torch.Tensor:
+    """A tensor of the file in the dtype it is stored in (see the module's docstring)."""
+    kind = gguf.GGMLQuantizationType(tensor.tensor_type)
+    if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
+        return torch.from_numpy(np.array(tensor.data))
+    if kind == gguf.GGMLQuantizationType.BF16:
+        return torch.from_numpy(np.array(tensor.data)).view(torch.bfloat16)
+    shape = _shape(tensor)
+    values = torch.empty(shape, dtype=torch.float16).reshape(-1, shape[-1])
+    rows = tensor.data.reshape(len(values), -1)
+    step = max(1, _CHUNK_VALUES // shape[-1])
+    for start in range(0, len(rows), step):
+        try:
+            chunk = gguf.quants.dequantize(rows[start : start + step], kind)
+        except NotImplementedError as error:
+            raise ModelError(
+                f"{path}: tensor '{tensor.name}' has type {kind.name}, which is not supported"
+            ) from error
+        if not np.abs(chunk).max() <= _MAX_FLOAT16:
+            raise ModelError(
+                f"{path}: tensor '{tensor.name}' holds values outside ±{_MAX_FLOAT16:g}"
+            )
+        values[start : start + step] = torch.from_numpy(chunk)
+    return values.reshape(shape)
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(int(extent) for extent in reversed(tensor.shape))
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
