@@ -1,0 +1,62 @@
+"""The forward pass's operations in plain torch: the CPU's own fast path."""
+
+import torch
+import torch.nn.functional as F
+
+from hillstar.engine.attention import PagedAttention
+from hillstar.engine.kv.cache import KVCache
+from hillstar.engine.models.config import ModelConfig
+from hillstar.engine.models.ops import Attend, Linear
+from hillstar.engine.models.rope import rope_table
+from hillstar.engine.plan import Batch
+
+
+class TorchOps:
+    """`Ops` on the CPU. Holds the rotation table, in the model's dtype."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, max_position: int) -> None:
+        self._config = config
+        self._eps = config.rms_norm_eps
+        cos, sin = rope_table(config.rope, config.head_dim, max_position).chunk(2, dim=1)
+        # x * cos + roll(x, half) * sin rotates both halves at once with the first sine negated.
+        self._cos = torch.cat((cos, cos), dim=1).to(dtype)
+        self._sin = torch.cat((-sin, sin), dim=1).to(dtype)
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        return _Linear(weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._eps)
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def attention(self, batch: Batch, cache: KVCache) -> Attend:
+        config = self._config
+        positions = torch.from_numpy(batch.positions)
+        cos = self._cos.index_select(0, positions).unsqueeze(1)
+        sin = self._sin.index_select(0, positions).unsqueeze(1)
+        paged = PagedAttention(batch, cache, config.num_heads, config.sliding_window)
+        num_rotated = config.num_heads + config.num_kv_heads
+        half = config.head_dim // 2
+
+        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+            rotated = qkv[:, :num_rotated]
+            swapped = rotated.roll(half, -1)
+            rotated.mul_(cos).addcmul_(swapped, sin)
+            return paged(layer, qkv)
+
+        return attend
+
+
+class _Linear:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return residual.add_(self(x))
