@@ -97,9 +97,7 @@ def kv_capacity_exceeded(message: str) -> ApiError:
 
 
 def server_overloaded(message: str, retry_after_s: float = 1.0) -> ApiError:
-    return ApiError(
-        503, "server_overloaded", message, retryable=True, retry_after_s=retry_after_s
-    )
+    return ApiError(503, "server_overloaded", message, retryable=True, retry_after_s=retry_after_s)
 
 
 def storage_unavailable(message: str) -> ApiError:
@@ -118,3 +116,15 @@ def invalid_api_key() -> ApiError:
 
 def conflict(code: str, message: str, param: str | None = None) -> ApiError:
     return ApiError(409, code, message, param=param)
+
+
+def internal_error() -> ApiError:
+    """A bug of ours, logged where it was seen; the client learns no more than that."""
+    return ApiError(500, "internal_error", "The server failed on this request.", retryable=True)
+
+
+def server_draining() -> ApiError:
+    """The server leaves; the next one on the same data directory goes on."""
+    return ApiError(
+        503, "server_draining", "The server restarts.", retryable=True, retry_after_s=1.0
+    )
