@@ -24,8 +24,8 @@ from hillstar.server.items import Message
 from hillstar.server.request import CreateResponse
 from hillstar.server.template import ChatMessage, ChatTemplate, TemplateRefusal
 
-
 _NO_IDS = np.empty(0, np.int32)
+_SLICE = 1 << 16  # characters
 
 
 class PastTurn(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ class PromptBuilder:
     ) -> Prompt:
         """The ids of the next turn. Raises ApiError: the template refuses, or it can never fit."""
         num_wanted = (request.max_output_tokens or 1) if request.generate else 0
-        self._refuse_hopeless(parent, request, max_model_len - num_wanted)
+        self._refuse_hopeless(request, max_model_len - num_wanted)
         slots = _Slots()
         new = [self._message(message, slots) for message in request.input]
         if parent is None:
@@ -107,15 +107,27 @@ class PromptBuilder:
             num_inherited=_common_prefix(inherited, ids),
         )
 
-    def _refuse_hopeless(
-        self, parent: ParentContext | None, request: CreateResponse, max_prompt: int
-    ) -> None:
-        """Refuse before tokenising what has too many bytes for any tokenisation to fit."""
-        num_bytes = sum(_num_bytes(part) for message in request.input for part in message.parts)
-        num_bytes += _num_bytes(request.instructions or "")
+    def _refuse_hopeless(self, request: CreateResponse, max_prompt: int) -> None:
+        """Refuse what is far too long before time and memory are spent on all of it.
+
+        First by bytes: no tokenisation can be that short. Then, for large texts, by counting
+        tokens slice by slice until they are clearly too many: a cut costs a token or two, so the
+        margin makes this safe, and what remains to be encoded whole is as long as the context.
+        """
+        texts = [part for message in request.input for part in message.parts]
+        texts.append(request.instructions or "")
+        num_bytes = sum(map(_num_bytes, texts))
         at_least = -(-num_bytes // self._vocabulary.longest_token_bytes)
         if at_least > max_prompt:
             raise context_length_exceeded(at_least, max_prompt)
+        if num_bytes <= _SLICE:
+            return
+        at_least = 0
+        for text in texts:
+            for start in range(0, len(text), _SLICE):
+                at_least += len(self._vocabulary.encode_plain(text[start : start + _SLICE]))
+                if at_least > max_prompt + max_prompt // 16 + 256:
+                    raise context_length_exceeded(at_least, max_prompt)
 
     def _continue(
         self,
