@@ -29,9 +29,10 @@ class _Layer:
     post_norm: torch.Tensor
     gate_up: Linear
     down: Linear
+    next_norm: torch.Tensor  # of the next layer's input; of the last layer, the model's own
 
     @staticmethod
-    def prepare(weights: LayerWeights, ops: Ops) -> "_Layer":
+    def prepare(weights: LayerWeights, next_norm: torch.Tensor, ops: Ops) -> "_Layer":
         return _Layer(
             input_norm=weights.input_norm,
             qkv=ops.linear(weights.qkv, weights.qkv_bias),
@@ -41,6 +42,7 @@ class _Layer:
             post_norm=weights.post_norm,
             gate_up=ops.linear(weights.gate_up),
             down=ops.linear(weights.down),
+            next_norm=next_norm,
         )
 
 
@@ -54,7 +56,11 @@ class Decoder:
         self._config = config
         self._ops = ops
         self._embedding = weights.embedding
-        self._layers = tuple(_Layer.prepare(layer, ops) for layer in weights.layers)
+        next_norms = (*(layer.input_norm for layer in weights.layers[1:]), weights.norm)
+        self._layers = tuple(
+            _Layer.prepare(layer, next_norm, ops)
+            for layer, next_norm in zip(weights.layers, next_norms, strict=True)
+        )
         self._norm = weights.norm
         self._lm_head = ops.linear(weights.lm_head)
 
@@ -66,28 +72,17 @@ class Decoder:
         token_ids: int64 `[T]`, as fed (no -1). sampled: int64 `[S]`, indices of those tokens;
         None: all of them.
         """
-        ops = self._ops
+        ops, config = self._ops, self._config
         attend = ops.attention(batch, cache)
         hidden = F.embedding(token_ids, self._embedding)
-        last = len(self._layers) - 1
+        normed = ops.rms_norm(hidden, self._layers[0].input_norm)
         for index, layer in enumerate(self._layers):
-            qkv = self._project(layer, ops.rms_norm(hidden, layer.input_norm))
-            attended = attend(index, qkv)
-            if index == last and sampled is not None:
+            qkv = layer.qkv(normed).view(len(normed), -1, config.head_dim)
+            attended = attend(index, qkv, layer.q_norm, layer.k_norm)
+            if layer.next_norm is self._norm and sampled is not None:
                 # From here on every token is on its own: only sampled ones matter.
                 attended, hidden = attended[sampled], hidden[sampled]
-            hidden = layer.o.add_to(hidden, attended)
-            gate_up = layer.gate_up(ops.rms_norm(hidden, layer.post_norm))
-            hidden = layer.down.add_to(hidden, ops.swiglu(gate_up))
-        return self._lm_head(ops.rms_norm(hidden, self._norm)).float()
-
-    def _project(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values `[T, num_heads + 2 * num_kv_heads, head_dim]`."""
-        config = self._config
-        qkv = layer.qkv(x).view(len(x), -1, config.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = qkv[:, : config.num_heads]
-            k = qkv[:, config.num_heads : config.num_heads + config.num_kv_heads]
-            q.copy_(self._ops.rms_norm(q, layer.q_norm))
-            k.copy_(self._ops.rms_norm(k, layer.k_norm))
-        return qkv
+            normed, hidden = ops.add_rms_norm(hidden, layer.o(attended), layer.post_norm)
+            mixed = layer.down(ops.swiglu(layer.gate_up(normed)))
+            normed, hidden = ops.add_rms_norm(hidden, mixed, layer.next_norm)
+        return self._lm_head(normed).float()

@@ -12,24 +12,27 @@ import torch
 from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.plan import Batch
 
-Attend = Callable[[int, torch.Tensor], torch.Tensor]
-"""`attend(layer, qkv)` for one step: rotate queries and keys by their positions, store keys and
-values in the cache, and attend.
-
-qkv: `[T, num_heads + 2 * num_kv_heads, head_dim]`, overwritten. Returns
-`[T, num_heads * head_dim]`.
-"""
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""`[T, in_features]` -> `[T, out_features]`: a weight matrix, and its bias if it has one, in the
+layout that the device multiplies fastest."""
 
 
-class Linear(Protocol):
-    """A weight matrix in the layout that its device multiplies fastest."""
+class Attend(Protocol):
+    """The attention of one step, for each layer in turn."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x `[T, in_features]` -> `[T, out_features]`, plus the bias if there is one."""
-        ...
+    def __call__(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Norm and rotate queries and keys, store keys and values in the cache, and attend.
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """`residual + self(x)`, which may overwrite `residual` `[T, out_features]`."""
+        qkv: `[T, num_heads + 2 * num_kv_heads, head_dim]`, overwritten. q_norm, k_norm:
+        `[head_dim]`, weights of an RMSNorm over each head, or None. Returns
+        `[T, num_heads * head_dim]`.
+        """
         ...
 
 
@@ -42,6 +45,12 @@ class Ops(Protocol):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467)."""
+        ...
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm(residual + x), residual + x); may overwrite `residual`."""
         ...
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """The forward pass's operations in plain torch: the CPU's own fast path."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -23,10 +25,16 @@ class TorchOps:
         self._sin = torch.cat((-sin, sin), dim=1).to(dtype)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        return _Linear(weight, bias)
+        return partial(F.linear, weight=weight, bias=bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, self._eps)
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual.add_(x)
+        return self.rms_norm(residual, weight), residual
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -38,25 +46,23 @@ class TorchOps:
         cos = self._cos.index_select(0, positions).unsqueeze(1)
         sin = self._sin.index_select(0, positions).unsqueeze(1)
         paged = PagedAttention(batch, cache, config.num_heads, config.sliding_window)
-        num_rotated = config.num_heads + config.num_kv_heads
+        num_heads = config.num_heads
+        num_rotated = num_heads + config.num_kv_heads
         half = config.head_dim // 2
 
-        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: int,
+            qkv: torch.Tensor,
+            q_norm: torch.Tensor | None,
+            k_norm: torch.Tensor | None,
+        ) -> torch.Tensor:
             rotated = qkv[:, :num_rotated]
+            if q_norm is not None and k_norm is not None:
+                q, k = rotated[:, :num_heads], rotated[:, num_heads:]
+                q.copy_(self.rms_norm(q, q_norm))
+                k.copy_(self.rms_norm(k, k_norm))
             swapped = rotated.roll(half, -1)
             rotated.mul_(cos).addcmul_(swapped, sin)
             return paged(layer, qkv)
 
         return attend
-
-
-class _Linear:
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight = weight
-        self._bias = bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias)
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return residual.add_(self(x))
