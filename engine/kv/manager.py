@@ -1,0 +1,300 @@
+"""Block tables and leases over one block pool: sharing, copying, growing, giving up.
+
+The scheduler calls it; it alone touches the pool and the prefix index.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hillstar.engine.kv.block import CACHED, BlockPool
+from hillstar.engine.kv.prefix import PrefixIndex
+from hillstar.engine.sequence import BlockTable
+from hillstar.engine.tokens import HashChain, TokenBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What is cached of a sequence's tokens: shared full blocks, then part of one more block."""
+
+    blocks: tuple[int, ...]
+    source: int | None = None  # its first `num_source_tokens` tokens go on after `blocks`
+    num_source_tokens: int = 0
+
+
+class BlockManager:
+    """Owns the pool, the prefix index and the idle leases.
+
+    **Why plans in flight are safe.** The device executes plans in the order they were launched,
+    and within a plan: block copies, then the forward pass. Let plan n be unresolved while plan
+    n + 1 is made.
+
+    1. *A block is found by its tokens only after they were computed.* `commit` is called when a
+       plan has resolved, with the tokens that plan fed; nothing else makes content visible.
+    2. *A block that is given up may be given out again at once.* Whatever an older plan still
+       writes into it (a sequence that was preempted, cancelled, or ended by a token that came
+       back late) is written before the plan that reuses it runs; and the new owner reads only
+       positions that its own plans wrote or copied.
+    3. *What can be found is never overwritten.* A sequence writes at positions from its committed
+       length on, in blocks of its own. Those positions lie beyond the fill of every block that
+       can be found, and a full block is never written again: a late write after the sequence's
+       end touches nothing that the index promises. Who continues in the partial block (only when
+       nobody else holds it) starts at that same fill, in a later plan, and overwrites the rest.
+    4. *A copy's source outlives the copy.* Copies run before the forward pass of their own plan,
+       so the source must not be given out in that plan: it stays bound until `take_copies`. In
+       later plans it may change: they run later.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self._index = PrefixIndex(num_blocks, block_size)
+        self._idle: OrderedDict[str, BlockTable] = OrderedDict()  # least recently used first
+        self._parked: OrderedDict[str, BlockTable] = OrderedDict()  # given up after all of _idle
+        self._copies: list[tuple[int, int]] = []
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def num_tokens_used(self) -> int:
+        """Tokens with KV in leased blocks; a shared block counts once."""
+        return int(self._index.fill[self.pool.leased_mask()].sum())
+
+    # -- finding ------------------------------------------------------------------------------
+
+    def match(
+        self, chain: HashChain, tokens: TokenBuffer, limit: int, lease_id: str | None
+    ) -> Match:
+        """The longest cached prefix of the first `limit` tokens. Changes nothing.
+
+        Among equally good partial blocks the lease's own is taken.
+        """
+        blocks: list[int] = []
+        for index in range(limit // self.block_size):
+            block = self._index.find(chain.of(index))
+            if block is None:
+                break
+            blocks.append(block)
+        start = len(blocks) * self.block_size
+        lease = self._lease(lease_id)
+        found = self._index.find_longest(
+            chain.before(len(blocks)),
+            tokens.slice(start, min(limit, start + self.block_size)),
+            prefer=lease.blocks[-1] if lease else None,
+        )
+        return Match(tuple(blocks), *found) if found else Match(tuple(blocks))
+
+    def num_bound(self, match: Match) -> int:
+        """How many of the match's shared blocks running sequences hold anyway."""
+        return sum(self.pool.is_bound(block) for block in match.blocks)
+
+    # -- a running sequence's table -------------------------------------------------------------
+
+    def open(self, match: Match, lease_id: str | None) -> tuple[BlockTable, int]:
+        """A table that begins with the match, and how many tokens' KV it gives.
+
+        The lease, if there is one, has done its duty: it is dissolved. The last, partial block
+        is continued in when nobody else holds it, and copied otherwise (`take_copies`). If there
+        is no block for the copy, those few tokens are simply computed again.
+        """
+        for block in match.blocks:
+            self.pool.bind(block)
+        start = len(match.blocks) * self.block_size
+        table = BlockTable(list(match.blocks), start)
+        num_cached = start
+        if match.source is not None:
+            self.pool.bind(match.source)
+            if self._is_free_to_continue(match.source, match.num_source_tokens, lease_id):
+                table.blocks.append(match.source)
+                table.num_tokens += match.num_source_tokens
+                num_cached = table.num_tokens
+            else:
+                copy = self._allocate()
+                if copy is None:
+                    self._unbind(match.source)
+                else:
+                    self._copies.append((match.source, copy))
+                    table.blocks.append(copy)
+                    num_cached += match.num_source_tokens
+        if lease_id is not None:
+            self.release(lease_id)
+        return table, num_cached
+
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        """The (source, destination) copies of the plan being made; its sources are let go."""
+        copies = tuple(self._copies)
+        self._copies.clear()
+        for source, _ in copies:
+            self._unbind(source)
+        return copies
+
+    def room(self, table: BlockTable) -> int:
+        """How many tokens the table could hold if it got every available block."""
+        return (len(table.blocks) + self.pool.num_available) * self.block_size
+
+    def grow(self, table: BlockTable, num_tokens: int) -> bool:
+        """Give the table blocks for `num_tokens` tokens in all; False (and nothing done) if the
+        available blocks do not suffice."""
+        missing = self.num_blocks_for(num_tokens) - len(table.blocks)
+        if missing > self.pool.num_available:
+            return False
+        for _ in range(missing):
+            block = self._allocate()
+            assert block is not None, "available blocks can be allocated"
+            table.blocks.append(block)
+        return True
+
+    def commit(
+        self, table: BlockTable, chain: HashChain, tokens: TokenBuffer, num_tokens: int
+    ) -> None:
+        """A plan has resolved: the KV of the first `num_tokens` tokens is there, to be found."""
+        while table.num_tokens < num_tokens:
+            index = table.num_tokens // self.block_size
+            end = min(num_tokens, (index + 1) * self.block_size)
+            block = table.blocks[index]
+            known = tokens.slice(table.num_tokens, end)
+            self._index.append(block, chain.before(index), known)
+            table.num_tokens = end
+            if end % self.block_size == 0:
+                self._seal(block, chain.of(index))
+
+    def trim(self, table: BlockTable, num_tokens: int) -> None:
+        """Forget the table's tokens from `num_tokens` on, and blocks that hold nothing else."""
+        table.num_tokens = min(table.num_tokens, num_tokens)
+        while len(table.blocks) > self.num_blocks_for(table.num_tokens):
+            self._unbind(table.blocks.pop(), erase=True)
+
+    def close(self, table: BlockTable, *, erase: bool = False) -> None:
+        """Let all blocks go, the last one first: it is the first to be evicted.
+
+        With `erase`, what nobody else holds can no longer be found.
+        """
+        while table.blocks:
+            self._unbind(table.blocks.pop(), erase=erase)
+        table.num_tokens = 0
+
+    # -- leases ---------------------------------------------------------------------------------
+
+    def keep(self, table: BlockTable, lease_id: str, *, parked: bool = False) -> None:
+        """Turn a running sequence's table into an idle lease, the most recently used one."""
+        self.trim(table, table.num_tokens)
+        for block in table.blocks:
+            self.pool.hold(block)
+        for block in table.blocks:
+            self._unbind(block)
+        self.release(lease_id)
+        if table.blocks:
+            (self._parked if parked else self._idle)[lease_id] = table
+
+    def rename(self, lease_id: str, new_lease_id: str) -> None:
+        """A parked sequence has ended: what it held becomes an ordinary idle lease."""
+        table = self._parked.pop(lease_id, None)
+        if table is not None:
+            self.release(new_lease_id)
+            self._idle[new_lease_id] = table
+
+    def touch(self, lease_id: str) -> None:
+        """The lease will be used soon: it is given up last."""
+        if lease_id in self._idle:
+            self._idle.move_to_end(lease_id)
+
+    def release(self, lease_id: str, *, erase: bool = False) -> None:
+        """End an idle lease, if there is one of this name."""
+        table = self._idle.pop(lease_id, None) or self._parked.pop(lease_id, None)
+        while table is not None and table.blocks:
+            self._drop(table.blocks.pop(), erase=erase)
+
+    def erase(self, match: Match) -> None:
+        """What was matched and nobody holds can no longer be found."""
+        blocks = match.blocks if match.source is None else (*match.blocks, match.source)
+        for block in blocks:
+            if self.pool.state(block) == CACHED:
+                self._index.clear(block)
+                self.pool.forget(block)
+
+    # -- checking -------------------------------------------------------------------------------
+
+    def check(self, tables: Iterable[BlockTable]) -> None:
+        """Assert every invariant; `tables` are those of all running sequences."""
+        bound: dict[int, int] = {}
+        idle: dict[int, int] = {}
+        pinned = BlockTable([source for source, _ in self._copies], 0)
+        for table in [*tables, pinned]:
+            for block in table.blocks:
+                bound[block] = bound.get(block, 0) + 1
+        for table in [*self._idle.values(), *self._parked.values()]:
+            assert table.blocks, "an empty lease"
+            for block in table.blocks:
+                idle[block] = idle.get(block, 0) + 1
+        self.pool.check(bound, idle)
+        self._index.check()
+        for block in range(self.pool.num_blocks):
+            if self.pool.num_refs(block) == 0:
+                is_cached = self.pool.state(block) == CACHED
+                assert (block in self._index) == is_cached, f"block {block} is cached unseen"
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _lease(self, lease_id: str | None) -> BlockTable | None:
+        if lease_id is None:
+            return None
+        return self._idle.get(lease_id) or self._parked.get(lease_id)
+
+    def _is_free_to_continue(self, block: int, num_tokens: int, lease_id: str | None) -> bool:
+        """Whether a sequence that has just bound the block may write behind its tokens."""
+        lease = self._lease(lease_id)
+        num_own_refs = 2 if lease and lease.blocks[-1] == block else 1
+        fill = self._index.fill[block]
+        return bool(
+            num_tokens == fill < self.block_size and self.pool.num_refs(block) == num_own_refs
+        )
+
+    def _allocate(self) -> int | None:
+        """A block for new content: free, else cached, else an idle lease's; None if all bound."""
+        while True:
+            block = self.pool.allocate()
+            if block is not None:
+                self._index.clear(block)
+                return block
+            victim = self.pool.oldest_cached()
+            if victim is not None:
+                self._index.clear(victim)
+                self.pool.forget(victim)
+            elif not self._shrink_a_lease():
+                return None
+
+    def _shrink_a_lease(self) -> bool:
+        """Take the last block from the lease that was used longest ago."""
+        leases = self._idle or self._parked
+        if not leases:
+            return False
+        lease_id, table = next(iter(leases.items()))
+        self._drop(table.blocks.pop())
+        table.num_tokens = min(table.num_tokens, len(table.blocks) * self.block_size)
+        if not table.blocks:
+            del leases[lease_id]
+        return True
+
+    def _seal(self, block: int, block_hash: bytes) -> None:
+        """The block is full. If another has the same identity, the one in use stays."""
+        other = self._index.find(block_hash)
+        if other is not None:
+            if self.pool.state(other) != CACHED:
+                self._index.hide(block)
+                return
+            self._index.clear(other)
+            self.pool.forget(other)
+        self._index.seal(block, block_hash)
+
+    def _unbind(self, block: int, *, erase: bool = False) -> None:
+        self._hide_last(block, erase)
+        self.pool.unbind(block, keep=block in self._index)
+
+    def _drop(self, block: int, *, erase: bool = False) -> None:
+        self._hide_last(block, erase)
+        self.pool.drop(block, keep=block in self._index)
+
+    def _hide_last(self, block: int, erase: bool) -> None:
+        if erase and self.pool.num_refs(block) == 1:
+            self._index.hide(block)

@@ -1,0 +1,88 @@
+"""One response inside the engine: its tokens, how far it is, and where it stands.
+
+Plain state: the scheduler owns every sequence and is the only one to change it.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from hillstar.engine.messages import SamplingParams, Usage
+from hillstar.engine.tokens import HashChain, TokenBuffer
+
+
+class State(Enum):
+    WAITING = "waiting"  # in the queue, without a row and without blocks
+    RUNNING = "running"  # in the batch, with both
+    PARKED = "parked"  # out of the batch as asked; its blocks are held like an idle lease's
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """Which block holds which tokens: token t lies in `blocks[t // block_size]`.
+
+    num_tokens: tokens whose KV is there by every plan that has resolved. The last blocks may be
+    ahead of it: they were allocated for plans in flight.
+    """
+
+    blocks: list[int]
+    num_tokens: int
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """See the module. Lengths: `num_computed <= num_planned <= len(tokens) + num_pending`."""
+
+    sequence_id: str
+    tenant: str
+    priority: int
+    params: SamplingParams
+    lease_id: str | None
+    tokens: TokenBuffer  # prompt and output, as far as they came back from the device
+    chain: HashChain
+    num_prompt_tokens: int
+    max_output_tokens: int  # the smallest of max_tokens, the context's and the pool's room
+    stop_ids: frozenset[int]
+    arrival: int  # ordinal
+    arrived_s: float
+    resting_id: str | None  # the idle lease that its next admission dissolves
+
+    state: State = State.WAITING
+    erase: bool = False  # its lease was released with `erase` while it ran
+    row: int = -1
+    table: BlockTable | None = None  # when running
+    num_planned: int = 0  # tokens with KV after every launched plan
+    num_sent_blocks: int = 0  # how much of the table the device knows
+    num_pending: int = 0  # sampled tokens that have not come back
+    num_in_flight: int = 0  # unresolved plans that name it
+    last_step: int = -1  # the newest plan that names it
+    num_preemptions: int = 0
+    num_charged: int = 0  # tokens its tenant has paid for
+    num_cached_tokens: int | None = None  # set at the first admission
+    awaited: bytes | None = None  # identity of a block that another sequence is computing
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens it could be fed in the next step; 0 when its last token is already in flight."""
+        if self.max_output_tokens:
+            if self.num_output_tokens + self.num_pending >= self.max_output_tokens:
+                return 0
+            return len(self.tokens) + self.num_pending - self.num_planned
+        return len(self.tokens) - self.num_planned
+
+    @property
+    def standing(self) -> int:
+        """Its priority, one higher for each time it had to give way: so that it ends some day."""
+        return self.priority + self.num_preemptions
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order among running sequences: the greatest gives way first."""
+        return (-self.standing, self.arrival)
+
+    def usage(self) -> Usage:
+        return Usage(self.num_prompt_tokens, self.num_cached_tokens or 0, self.num_output_tokens)
