@@ -1,0 +1,117 @@
+"""Server-sent events: one response's events as one HTTP answer."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+
+from hillstar.server.encode import encode_sse, encode_sse_error
+from hillstar.server.errors import server_draining
+from hillstar.server.events import TextDelta
+from hillstar.server.followers import AnyEvent, is_terminal
+from hillstar.server.front import Front
+from hillstar.server.outbox import Outbox
+from hillstar.server.socket import bound_send_buffer
+
+COMMENT = b":\n\n"  # keeps proxies and clients from giving up on a silent stream
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+class _Sink:
+    """The outbox's view of a streamed answer; `writer` is there once its head was sent."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._protocol = request.protocol
+        self.writer: AbstractStreamWriter | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self._protocol.writing_paused
+
+    async def send(self, frame: bytes) -> None:
+        assert self.writer is not None
+        await self.writer.write(frame, drain=False)
+
+    async def wait_writable(self) -> None:
+        assert self.writer is not None
+        await self.writer.drain()
+
+
+class EventStream:
+    """One streamed answer: the `Scope` and the `Follower` of its response, and a `Peer`."""
+
+    def __init__(self, front: Front, request: web.Request) -> None:
+        self._front = front
+        self._sink = _Sink(request)
+        self._outbox: Outbox[bytes] = Outbox(self._sink, front.limits)
+        self._next_sequence_number = 0
+        self._posted_at = asyncio.get_running_loop().time()
+
+    def post(self, response_id: str, events: Sequence[AnyEvent]) -> None:
+        """Of `ports.Follower`."""
+        for event in events:
+            if isinstance(event, TextDelta):
+                self._outbox.put_delta(event, self, encode_sse)
+            else:
+                self._outbox.put(encode_sse(event), key=self)
+        if events:
+            self._next_sequence_number = events[-1].sequence_number + 1
+            self._posted_at = asyncio.get_running_loop().time()
+            if is_terminal(events[-1]):
+                self._outbox.finish()
+
+    def superseded(self, conversation_id: str) -> None:
+        """Of `ports.Scope`: OpenAI's stream has no such event, and it goes on."""
+
+    def beat(self, now: float) -> None:
+        """Of `Peer`: a comment on a stream that has been silent."""
+        if now - self._posted_at >= self._front.limits.heartbeat_s:
+            self._posted_at = now
+            self._outbox.put(COMMENT)
+
+    def announce_drain(self, deadline_s: float) -> None:
+        """Of `Peer`: OpenAI's stream has no such event."""
+
+    def leave(self) -> None:
+        """Of `Peer`: the response is parked; the stream ends with an error that is retryable."""
+        self._outbox.put(encode_sse_error(server_draining(), self._next_sequence_number))
+        self._outbox.finish()
+
+    def finish(self) -> None:
+        """There is nothing more to come."""
+        self._outbox.finish()
+
+    async def send(self, request: web.Request) -> web.StreamResponse:
+        """Answer the request with what was and will be posted, up to the terminal event."""
+        answer = web.StreamResponse(headers=HEADERS)
+        self._sink.writer = await answer.prepare(request)
+        bound_send_buffer(request)
+        if await self._outbox.run():
+            await answer.write_eof()
+        else:
+            self._front.metrics.num_slow_readers += 1
+            if request.transport is not None:
+                request.transport.abort()
+        return answer
+
+
+async def stream_events(
+    front: Front, request: web.Request, begin: Callable[[EventStream], Awaitable[None]]
+) -> web.StreamResponse:
+    """Stream what `begin` attaches. An ApiError from `begin` is an ordinary HTTP error."""
+    stream = EventStream(front, request)
+    with front.connections:
+        front.peers.add(stream)
+        try:
+            await begin(stream)
+            return await stream.send(request)
+        finally:
+            front.peers.discard(stream)
+            if not front.is_draining:
+                front.hub.disconnected(stream)
