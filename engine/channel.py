@@ -3,6 +3,7 @@
 The loop sees only `Inbox` and `Outbox`. A channel is both, and belongs to the loop thread.
 """
 
+import contextlib
 import logging
 import queue
 import select
@@ -137,6 +138,14 @@ class SocketChannel:
                 return False
             self._wait_writable(deadline)
         return False
+
+    def stop_receiving(self) -> None:
+        """Read what is there, then no more: `receive_nowait` will see the end.
+
+        May be called from a signal handler; a thread blocked in `wait_readable` wakes.
+        """
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
 
     def close(self) -> None:
         self._closed = True

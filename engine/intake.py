@@ -39,6 +39,8 @@ class Intake:
         if not len(prompt):
             raise Refused("invalid_value", "The prompt has no tokens.")
         params = submit.params
+        if params.max_tokens < 0:
+            raise Refused("invalid_value", f"max_tokens must not be negative: {params.max_tokens}.")
         tokens = TokenBuffer(np.concatenate([prompt, output]))
         eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
         return Sequence(
