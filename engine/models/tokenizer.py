@@ -84,6 +84,8 @@ def build_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     kind = _required(metadata, "model", source)
     if len(set(tokens)) != len(tokens):
         raise ModelError(f"{source}: the vocabulary names a token twice")
+    if len(types) != len(tokens):
+        raise ModelError(f"{source}: {len(tokens)} tokens, but {len(types)} token types")
     if kind == "gpt2":
         tokenizer = _byte_bpe(metadata, tokens, source)
     elif kind == "llama":
@@ -133,6 +135,9 @@ def _byte_bpe(metadata: Mapping[str, Any], tokens: list[str], source: str) -> To
     lines: list[str] = _required(metadata, "merges", source)
     merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines)]
     vocab = {token: i for i, token in enumerate(tokens)}
+    for left, right in merges:
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise ModelError(f"{source}: merge '{left} {right}' needs tokens that are not there")
     # Llama 3's vocabulary has words that its merges cannot build.
     bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3)
     tokenizer = Tokenizer(bpe)
@@ -152,6 +157,8 @@ def _sentencepiece_bpe(
     first.
     """
     scores: list[float] = _required(metadata, "scores", source)
+    if len(scores) != len(tokens):
+        raise ModelError(f"{source}: {len(tokens)} tokens, but {len(scores)} scores")
     vocab = {token: i for i, token in enumerate(tokens)}
     splits = [
         (scores[i], token[:cut], token[cut:])
