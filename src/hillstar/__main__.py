@@ -34,8 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     match arguments.command:
+        case "serve":
+            from hillstar.cli.serve import run
+        case "chat":
+            from hillstar.cli.chat import run
+        case "bench":
+            from hillstar.cli.bench import run
         case "fetch":
             from hillstar.cli.fetch import run
+        case "size":
+            from hillstar.cli.size import run
         case name:
             raise AssertionError(f"no command {name!r}")
     return run(arguments)

@@ -22,6 +22,7 @@ class Script:
     handshakes: deque[int] = field(default_factory=deque)  # HTTP statuses given before a socket
     merge: int = 1  # deltas sent as one frame
     hold_after: int | None = None  # deltas sent before waiting for a cancel
+    deaf: bool = False  # cancels are received and not acted on
     refuse: Mapping[str, Any] | None = None  # the error object every create gets
     recovered: bool = True
     repeat_events: int = 0  # events sent again after a resume
@@ -159,7 +160,8 @@ class _Connection:
                     self._start(self._answer(message["response_id"], lane, first, resumed))
                 case "response.cancel":
                     self._server.cancels.append(message["response_id"])
-                    self._server.cancelled(message["response_id"]).set()
+                    if not self._server.script.deaf:
+                        self._server.cancelled(message["response_id"]).set()
 
     def _start(self, work: Any) -> None:
         self._tasks.append(asyncio.create_task(work))

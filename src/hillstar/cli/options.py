@@ -11,6 +11,9 @@ from hillstar.cli.settings import Setting, add_settings
 
 _MODEL_HELP = "a Hugging Face folder, a .gguf file or a model's name (default: the built-in model)"
 
+KEY_VARIABLE = "HILLSTAR_API_KEY"
+"""The environment variable that `chat` and `bench` take a key from when no flag gives one."""
+
 DATA_DIR = Setting(
     "data-dir",
     values.path,
@@ -46,7 +49,7 @@ SERVE = (
     ),
     Setting(
         "block-size",
-        values.integer(8, 256),
+        values.power_of_two(8, 256),
         16,
         "tokens a KV block holds: a power of two from 8 to 256 (16)",
         "N",
@@ -64,8 +67,8 @@ SERVE = (
     Setting(
         "max-batched-tokens",
         values.integer(8, 1 << 20),
-        1024,
-        "most tokens computed in one step (1024)",
+        None,
+        "most tokens computed in one step (1024, or max-num-seqs where that is more)",
         "N",
     ),
     Setting(
@@ -77,11 +80,31 @@ SERVE = (
     ),
     Setting(
         "allow-origin",
-        values.origin,
+        values.text,
         (),
-        "a web origin whose pages may connect; may be given several times",
+        "a web origin whose pages may connect, or *; may be given several times",
         "ORIGIN",
         repeat=True,
+    ),
+    Setting(
+        "durability",
+        values.choice("process", "power"),
+        "process",
+        "what a stored token survives: process (its death) or power (its loss) (process)",
+    ),
+    Setting(
+        "max-creates-per-minute",
+        values.integer(1, 1 << 31),
+        None,
+        "most responses a tenant may create in a minute (default: no limit)",
+        "N",
+    ),
+    Setting(
+        "drain-timeout",
+        values.number(0, 3600),
+        30.0,
+        "seconds that running responses may go on after SIGTERM (30)",
+        "SECONDS",
     ),
     Setting("debug", values.flag, False, "serve an echo socket at /debug/echo"),
     Setting(
@@ -96,7 +119,7 @@ SERVE = (
 _URL = Setting(
     "url", values.base_url, "http://127.0.0.1:8040", "the server (http://127.0.0.1:8040)", "URL"
 )
-_KEY = Setting("key", values.text, None, "API key (default: $HILLSTAR_API_KEY)", "KEY")
+_KEY = Setting("key", values.text, None, f"API key (default: ${KEY_VARIABLE})", "KEY")
 
 CHAT = (
     _URL,
@@ -157,6 +180,7 @@ def build_parser() -> argparse.ArgumentParser:
     command("chat", "chat in the terminal with a running server", CHAT)
     command("bench", "load a running server and measure it", BENCH)
     fetch = command("fetch", "fetch and unpack a model ahead of serving it", FETCH)
+    fetch.add_argument("--json", action="store_true", help="print folder and name as JSON")
     fetch.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL_HELP)
     size = command("size", "show how much KV memory a model's tokens take", SIZE)
     size.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL_HELP)

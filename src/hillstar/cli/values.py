@@ -59,6 +59,18 @@ def integer(low: int, high: int) -> Parser[int]:
     return parse
 
 
+def power_of_two(low: int, high: int) -> Parser[int]:
+    """A parser of powers of two from `low` to `high`, both included."""
+
+    def parse(field: str, value: str) -> int:
+        result = int(value) if value.isascii() and value.isdecimal() else 0
+        if not low <= result <= high or result & (result - 1):
+            raise ConfigError(field, value, f"a power of two from {low} to {high}")
+        return result
+
+    return parse
+
+
 def number(low: float, high: float) -> Parser[float]:
     """A parser of numbers from `low` to `high`, both included."""
 
@@ -100,13 +112,6 @@ def size_bytes(field: str, value: str) -> int:
     if not 1 << 16 <= num_bytes <= 1 << 50:
         raise ConfigError(field, value, "a size from 64KiB to 1024TiB, such as 4GiB or 512MiB")
     return num_bytes
-
-
-def origin(field: str, value: str) -> str:
-    """A web origin: scheme, host and perhaps a port, nothing after them."""
-    if not re.fullmatch(r"https?://[^/\s?#@]+", value):
-        raise ConfigError(field, value, "an origin such as https://chat.example.org")
-    return value
 
 
 def base_url(field: str, value: str) -> str:
