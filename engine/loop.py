@@ -82,7 +82,7 @@ class EngineLoop:
         if before is not None:
             outputs += self._scheduler.update(before.plan, before.pending.result())
             self._step_seconds.append(self._clock() - started_s)
-        self._is_idle = self._in_flight is None
+        self._is_idle = before is None and plan is None  # a result may have made room: look again
         self._report(outputs)
         return goes_on
 

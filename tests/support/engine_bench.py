@@ -114,7 +114,8 @@ class EngineBench:
     def run(self, max_steps: int = 10_000) -> int:
         """Step until nothing is left to do; the number of steps."""
         for num_steps in range(max_steps):
-            if self.step() is None and self._in_flight is None:
+            was_idle = self.is_idle
+            if self.step() is None and was_idle:
                 return num_steps
         raise AssertionError(f"not idle after {max_steps} steps")
 
