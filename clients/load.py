@@ -110,10 +110,11 @@ class Meter:
 
 
 def prompts(config: LoadConfig) -> Iterator[str]:
-    """The prompt of every request: distinct from the first word, repeatable by the seed."""
+    """The prompt of every request: repeatable by the seed, and numbered, so that no two begin
+    alike and none is found in the prefix cache."""
     source = random.Random(config.seed)
-    for _ in range(config.num_requests):
-        yield " ".join(source.choices(_WORDS, k=config.input_tokens))
+    for number in range(config.num_requests):
+        yield " ".join([str(number), *source.choices(_WORDS, k=config.input_tokens - 1)])
 
 
 async def run_load(config: LoadConfig, progress: Callable[[int], None]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class FakeServer:
     async def __aenter__(self) -> Self:
         app = web.Application()
         app.router.add_get("/v1/responses", self._socket)
+        app.router.add_post("/v1/responses", self._post)
         app.router.add_get("/v1/responses/{id}", self._retrieve)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -86,6 +87,17 @@ class FakeServer:
         done = {**response, "status": "completed", "output": [message], "usage": usage}
         log += [{"type": "response.completed", "response": done}]
         return [{**event, "sequence_number": number} for number, event in enumerate(log)]
+
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        """The whole log as server-sent events."""
+        if self.script.refuse is not None:
+            return web.json_response({"error": self.script.refuse}, status=400)
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        for event in self.events("resp_sse"):
+            data = msgspec.json.encode(event).decode()
+            await answer.write(f"event: {event['type']}\ndata: {data}\n\n".encode())
+        return answer
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         response_id = request.match_info["id"]
