@@ -1,0 +1,56 @@
+"""A plan while it is being made."""
+
+from hillstar.engine.plan import Plan, PlanRow, RowInit
+from hillstar.engine.sequence import Sequence
+
+
+class Draft:
+    """Who gets how many tokens of one step's budget, and who has just entered the batch."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget  # what is left of it
+        self.shares: dict[Sequence, int] = {}
+        self.entered: list[Sequence] = []
+        self.has_preempted = False
+
+    def give(self, sequence: Sequence, num_tokens: int) -> None:
+        self.shares[sequence] = num_tokens
+        self.budget -= num_tokens
+
+    def take_back(self, sequence: Sequence) -> None:
+        self.budget += self.shares.pop(sequence, 0)
+
+    def seal(self, step: int, copies: tuple[tuple[int, int], ...]) -> Plan:
+        """The plan. From here on it counts as launched: its sequences are that much further."""
+        inits = tuple(_init(sequence) for sequence in self.entered)
+        rows = tuple(_row(sequence, count, step) for sequence, count in self.shares.items())
+        return Plan(step=step, rows=rows, inits=inits, copies=copies)
+
+
+def _init(sequence: Sequence) -> RowInit:
+    return RowInit(
+        row=sequence.row,
+        params=sequence.params,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        history=sequence.tokens.slice(0, len(sequence.tokens)),
+    )
+
+
+def _row(sequence: Sequence, num_tokens: int, step: int) -> PlanRow:
+    assert sequence.table is not None, f"{sequence.sequence_id} does not run"
+    start, end = sequence.num_planned, sequence.num_planned + num_tokens
+    is_complete = end == len(sequence.tokens) + sequence.num_pending
+    row = PlanRow(
+        row=sequence.row,
+        start=start,
+        num_tokens=num_tokens,
+        token_ids=None if sequence.num_pending else sequence.tokens.slice(start, end),
+        new_blocks=tuple(sequence.table.blocks[sequence.num_sent_blocks :]),
+        sample=is_complete and sequence.max_output_tokens > 0,
+    )
+    sequence.num_sent_blocks = len(sequence.table.blocks)
+    sequence.num_planned = end
+    sequence.num_pending += row.sample
+    sequence.num_in_flight += 1
+    sequence.last_step = step
+    return row

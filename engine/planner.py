@@ -1,0 +1,159 @@
+"""Makes plans: continues what runs, makes room when there is none, admits what waits."""
+
+from dataclasses import dataclass
+
+from hillstar.engine.admission import Admission, Promises
+from hillstar.engine.draft import Draft
+from hillstar.engine.fairness import TenantShares, WaitingQueue
+from hillstar.engine.kv.manager import BlockManager, Match
+from hillstar.engine.plan import Plan
+from hillstar.engine.roster import Roster
+from hillstar.engine.sequence import Sequence, State
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launched plan and whose its rows are."""
+
+    plan: Plan
+    sequences: tuple[Sequence, ...]
+
+
+class Planner:
+    """Owns the step counters; changes roster, queue and blocks on behalf of the scheduler."""
+
+    def __init__(
+        self,
+        *,
+        blocks: BlockManager,
+        roster: Roster,
+        promises: Promises,
+        waiting: WaitingQueue,
+        shares: TenantShares,
+        admission: Admission,
+        max_batched_tokens: int,
+    ) -> None:
+        self._blocks = blocks
+        self._roster = roster
+        self._promises = promises
+        self._waiting = waiting
+        self._shares = shares
+        self._admission = admission
+        self._max_batched_tokens = max_batched_tokens
+        self.num_steps = 0
+        self.num_prefill_tokens = 0  # prompt tokens computed
+        self.num_cached_tokens = 0  # prompt tokens found
+        self.num_preemptions = 0
+
+    def make(self, now_s: float) -> Flight | None:
+        """The next step, or None when nobody can be given a token now.
+
+        Running sequences come first, each with at least one token; what is left of the budget
+        admits waiting ones, unless somebody has just had to give way.
+        """
+        draft = Draft(self._max_batched_tokens)
+        self._continue_running(draft)
+        if not draft.has_preempted:
+            self._admit(draft, now_s)
+        copies = self._blocks.take_copies()
+        if not draft.shares:
+            return None
+        for sequence, num_tokens in draft.shares.items():
+            self._account(sequence, num_tokens)
+        plan = draft.seal(self.num_steps, copies)
+        self.num_steps += 1
+        return Flight(plan, tuple(draft.shares))
+
+    def _continue_running(self, draft: Draft) -> None:
+        """Decodes, then prefills in chunks; by rank among both."""
+        wanting = [sequence for sequence in self._roster.running if sequence.num_wanted]
+        wanting.sort(key=lambda sequence: sequence.num_wanted > 1)
+        for index, sequence in enumerate(wanting):
+            if sequence.state is State.RUNNING and self._make_room(sequence, draft):
+                num_behind = len(wanting) - index - 1  # one token is left for each of them
+                self._feed(sequence, draft, draft.budget - num_behind)
+
+    def _make_room(self, sequence: Sequence, draft: Draft) -> bool:
+        """See to it that one more token has a place; False if the sequence itself gave way."""
+        assert sequence.table is not None
+        while self._blocks.room(sequence.table) <= sequence.num_planned:
+            assert len(self._roster.running) > 1, "a sequence that runs alone has room"
+            victim = self._roster.running[-1]
+            self._preempt(victim, draft)
+            if victim is sequence:
+                return False
+        return True
+
+    def _feed(self, sequence: Sequence, draft: Draft, most: int) -> None:
+        assert sequence.table is not None
+        room = self._blocks.room(sequence.table) - sequence.num_planned
+        num_tokens = min(sequence.num_wanted, most, room)
+        assert num_tokens > 0, f"nothing to feed to {sequence.sequence_id}"
+        grown = self._blocks.grow(sequence.table, sequence.num_planned + num_tokens)
+        assert grown, "room was counted"
+        draft.give(sequence, num_tokens)
+
+    def _admit(self, draft: Draft, now_s: float) -> None:
+        """Let waiting sequences in while they fit, strictly in the queue's order.
+
+        Only those step aside that wait for something that is on its way: a token of their own,
+        or a prefix that another sequence is computing.
+        """
+        if not self._roster.has_free_row or draft.budget <= 0 or not len(self._waiting):
+            return
+        outstanding = self._admission.outstanding(self._roster.running)
+        for sequence in self._waiting.candidates(now_s):
+            if not self._roster.has_free_row or draft.budget <= 0:
+                break
+            if sequence.num_in_flight or self._is_held_back(sequence):
+                continue
+            match = self._blocks.match(
+                sequence.chain, sequence.tokens, len(sequence.tokens) - 1, sequence.resting_id
+            )
+            if self._holds_back(sequence, match):
+                continue
+            if self._roster.running and not self._admission.fits(sequence, match, outstanding):
+                break
+            self._enter(sequence, match, draft)
+            self._feed(sequence, draft, draft.budget)
+            outstanding += self._admission.outstanding([sequence])
+
+    def _is_held_back(self, sequence: Sequence) -> bool:
+        return sequence.awaited is not None and sequence.awaited in self._promises
+
+    def _holds_back(self, sequence: Sequence, match: Match) -> bool:
+        """Whether the next block it needs is being computed by another sequence."""
+        index = len(match.blocks)
+        if (index + 1) * self._blocks.block_size > len(sequence.tokens):
+            sequence.awaited = None
+            return False
+        sequence.awaited = sequence.chain.of(index)
+        return sequence.awaited in self._promises
+
+    def _enter(self, sequence: Sequence, match: Match, draft: Draft) -> None:
+        self._waiting.remove(sequence)
+        sequence.state = State.RUNNING
+        num_cached = self._roster.enter(sequence, match)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
+            sequence.num_charged = num_cached
+            self.num_cached_tokens += sequence.num_cached_tokens
+        draft.entered.append(sequence)
+
+    def _preempt(self, sequence: Sequence, draft: Draft) -> None:
+        """Take the sequence out of the batch; its full blocks stay cached while they can."""
+        draft.take_back(sequence)
+        draft.has_preempted = True
+        self.num_preemptions += 1
+        self._blocks.close(self._roster.leave(sequence))
+        sequence.num_preemptions += 1
+        sequence.state = State.WAITING
+        self._waiting.push(sequence)
+
+    def _account(self, sequence: Sequence, num_tokens: int) -> None:
+        """Its tenant pays for each token once, however often it has to be computed."""
+        start, end = sequence.num_planned, sequence.num_planned + num_tokens
+        self._shares.charge(sequence.tenant, max(0, end - sequence.num_charged))
+        sequence.num_charged = max(end, sequence.num_charged)
+        num_prompt = sequence.num_prompt_tokens
+        self.num_prefill_tokens += min(end, num_prompt) - min(start, num_prompt)
