@@ -25,6 +25,10 @@ RECONNECT_CODES = frozenset({1001, 1005, 1006, 1011, 1012, 1013, 1015})
 MAX_AUTOMATIC_LANES = 16
 """As many as a server runs at once on one connection; further streams wait for a lane."""
 
+_CANCEL_LANE = "cancel"
+"""Where the answer to a cancel goes that came after the end: to no stream. On the response's own
+lane it could meet the next stream there."""
+
 _CLOSE_S = 2.0  # for the peer's answer to our close
 
 Connect = Callable[[], Awaitable[aiohttp.ClientWebSocketResponse]]
@@ -206,7 +210,13 @@ class Link:
 
     async def _write_cancel(self, stream: Stream) -> None:
         if stream.response_id is not None:
-            await self._write({"type": "response.cancel", "response_id": stream.response_id})
+            await self._write(
+                {
+                    "type": "response.cancel",
+                    "response_id": stream.response_id,
+                    "stream_id": _CANCEL_LANE,
+                }
+            )
 
     async def _give_back(self, stream: Stream) -> None:
         async with self._changed:

@@ -166,6 +166,16 @@ async def test_cancel_ends_the_stream_with_its_terminal_event() -> None:
     assert server.cancels[0] == "resp_0"
 
 
+async def test_the_answer_to_a_late_cancel_reaches_no_other_stream() -> None:
+    """A cancel names a lane that no stream has: its answer may come after the response's end."""
+    script = Script(hold_after=0)
+    async with FakeServer(script) as server, Client(server.url) as client:
+        stream = client.stream(input="hi")
+        await stream.cancel()
+        await stream.result()
+    assert server.cancel_lanes.isdisjoint(create["stream_id"] for create in server.creates)
+
+
 async def test_a_cancel_asked_for_before_the_response_exists_reaches_it() -> None:
     """A cancel that has no id to name yet is sent once the response is created."""
     script = Script(hold_after=0)

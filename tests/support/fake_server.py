@@ -38,6 +38,7 @@ class FakeServer:
         self.creates: list[Mapping[str, Any]] = []
         self.resumes: list[Mapping[str, Any]] = []
         self.cancels: list[str] = []
+        self.cancel_lanes: set[str] = set()
         self._by_event_id: dict[str, str] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
         self._runner: web.AppRunner | None = None
@@ -172,6 +173,7 @@ class _Connection:
                     self._start(self._answer(message["response_id"], lane, first, resumed))
                 case "response.cancel":
                     self._server.cancels.append(message["response_id"])
+                    self._server.cancel_lanes.add(message["stream_id"])
                     if not self._server.script.deaf:
                         self._server.cancelled(message["response_id"]).set()
 
