@@ -15,7 +15,11 @@ from hillstar.server.wire import Protocol
 
 
 class _Delta(
-    msgspec.Struct, tag_field="type", tag="response.output_text.delta", omit_defaults=True
+    msgspec.Struct,
+    tag_field="type",
+    tag="response.output_text.delta",
+    omit_defaults=True,
+    gc=False,
 ):
     """A delta as OpenAI writes it."""
 
@@ -29,7 +33,11 @@ class _Delta(
 
 
 class _CoveredDelta(
-    msgspec.Struct, tag_field="type", tag="response.output_text.delta", omit_defaults=True
+    msgspec.Struct,
+    tag_field="type",
+    tag="response.output_text.delta",
+    omit_defaults=True,
+    gc=False,
 ):
     """A delta with the tokens it covers."""
 

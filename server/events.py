@@ -65,7 +65,7 @@ class Event(msgspec.Struct, frozen=True):
     body: dict[str, Any]
 
 
-class TextDelta(msgspec.Struct, frozen=True):
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """`response.output_text.delta`."""
 
     sequence_number: int

@@ -35,6 +35,7 @@ _ROLES: dict[str, Role] = {
 _MESSAGE_FIELDS = frozenset({"type", "role", "content", "id", "status", "phase"})
 # What our own items carry when a client sends an output item back; none of it changes the text.
 _PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
+_MAX_PARTS = 16384  # of all messages of one input
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -44,7 +45,21 @@ def parse_input(value: object) -> tuple[Message, ...]:
         return (Message("user", (value,)),)
     if not isinstance(value, list | tuple):
         raise wrong_type("input", value, "a string or an array of items")
-    return tuple(_message(item, f"input[{i}]") for i, item in enumerate(value))
+    _check_length("input", len(value))
+    messages = []
+    num_parts = 0
+    for i, item in enumerate(value):
+        message = _message(item, f"input[{i}]")
+        num_parts += len(message.parts)
+        _check_length(f"input[{i}].content", num_parts)
+        messages.append(message)
+    return tuple(messages)
+
+
+def _check_length(where: str, length: int) -> None:
+    """Bound the work that one frame can ask of the event loop."""
+    if length > _MAX_PARTS:
+        raise invalid(f"'{where}' makes {length} parts in all; at most {_MAX_PARTS}.", where)
 
 
 def _message(item: object, where: str) -> Message:
@@ -75,6 +90,7 @@ def _parts(content: object, where: str) -> tuple[str, ...]:
         return (content,)
     if not isinstance(content, list | tuple):
         raise wrong_type(where, content, "a string or an array of content parts")
+    _check_length(where, len(content))
     return tuple(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
 
 

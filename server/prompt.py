@@ -89,7 +89,7 @@ class PromptBuilder:
     ) -> Prompt:
         """The ids of the next turn. Raises ApiError: the template refuses, or it can never fit."""
         num_wanted = (request.max_output_tokens or 1) if request.generate else 0
-        self._refuse_hopeless(request, max_model_len - num_wanted)
+        self._refuse_hopeless(request, num_wanted, max_model_len)
         slots = _Slots()
         new = [self._message(message, slots) for message in request.input]
         if parent is None:
@@ -99,6 +99,8 @@ class PromptBuilder:
         else:
             inherited = np.concatenate([unpack_ids(parent.prompt_ids), _output(parent.turns[-1])])
             ids = self._continue(parent, inherited, request, new, slots)
+        if not len(ids):
+            raise invalid("The model's chat template makes an empty prompt of this input.", "input")
         if len(ids) + num_wanted > max_model_len:
             raise context_length_exceeded(len(ids) + num_wanted, max_model_len)
         return Prompt(
@@ -107,7 +109,9 @@ class PromptBuilder:
             num_inherited=_common_prefix(inherited, ids),
         )
 
-    def _refuse_hopeless(self, request: CreateResponse, max_prompt: int) -> None:
+    def _refuse_hopeless(
+        self, request: CreateResponse, num_wanted: int, max_model_len: int
+    ) -> None:
         """Refuse what is far too long before time and memory are spent on all of it.
 
         First by bytes: no tokenisation can be that short. Then, for large texts, by counting
@@ -117,17 +121,17 @@ class PromptBuilder:
         texts = [part for message in request.input for part in message.parts]
         texts.append(request.instructions or "")
         num_bytes = sum(map(_num_bytes, texts))
-        at_least = -(-num_bytes // self._vocabulary.longest_token_bytes)
-        if at_least > max_prompt:
-            raise context_length_exceeded(at_least, max_prompt)
+        at_least = num_wanted - (-num_bytes // self._vocabulary.longest_token_bytes)
+        if at_least > max_model_len:
+            raise context_length_exceeded(at_least, max_model_len)
         if num_bytes <= _SLICE:
             return
-        at_least = 0
+        at_least = num_wanted
         for text in texts:
             for start in range(0, len(text), _SLICE):
                 at_least += len(self._vocabulary.encode_plain(text[start : start + _SLICE]))
-                if at_least > max_prompt + max_prompt // 16 + 256:
-                    raise context_length_exceeded(at_least, max_prompt)
+                if at_least > max_model_len + max_model_len // 16 + 256:
+                    raise context_length_exceeded(at_least, max_model_len)
 
     def _continue(
         self,

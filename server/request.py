@@ -74,7 +74,7 @@ class CreateResponse(
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
-    include: tuple[str, ...] = ()
+    include: Annotated[tuple[str, ...], Meta(max_length=16)] = ()
     hillstar: HillstarOptions = HillstarOptions()
     # Accepted and echoed: they cannot change the answer here.
     metadata: Annotated[

@@ -111,7 +111,7 @@ def _lower(sentence: str) -> str:
     return sentence[:1].lower() + sentence[1:]
 
 
-def _choices(to: object, path: str) -> tuple[str | int, ...]:
+def _choices(to: object, path: str) -> tuple[object, ...]:
     """The values that the literal type at `path` allows."""
     info = msgspec.inspect.type_info(to)
     for name in path.split("."):

@@ -78,7 +78,7 @@ class ResumeEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     response_id: _Id
     starting_after: _Number | None = None
     stream_id: str | None = None
-    include: tuple[str, ...] = ()  # "hillstar.session" subscribes
+    include: Annotated[tuple[str, ...], Meta(max_length=16)] = ()  # "hillstar.session" subscribes
 
 
 class AckEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

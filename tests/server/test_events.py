@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import openresponses_types
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from hillstar.server.events import Event, ResponseStream, TextDelta, Turn, TurnE
 from hillstar.server.ids import new_id, output_item_id
 from hillstar.server.items import Message
 from hillstar.server.request import INCLUDE_LOGPROBS, CreateResponse, HillstarOptions
+from hillstar.server.resource import input_items
 from hillstar.server.wire import Protocol
 from support.events import TERMINAL, as_maps, deltas, text_of, validate, validate_response
 from support.tokenizers import SPECIAL_TOKENS, make_tokenizer
@@ -313,3 +315,14 @@ def test_ids() -> None:
 
 def byte_token(char: str) -> int:
     return NAMES.index(char)
+
+
+def test_input_items_are_valid() -> None:
+    """Input messages read back as items of openresponses-types, their parts by role."""
+    messages = (Message("user", ("a", "b")), Message("assistant", ("c",)))
+    items = input_items("resp_ab", messages)
+    for item in items:
+        openresponses_types.Message.model_validate(item)
+    assert [[part["text"] for part in item["content"]] for item in items] == [["a", "b"], ["c"]]
+    assert [item["content"][0]["type"] for item in items] == ["input_text", "output_text"]
+    assert len({item["id"] for item in items}) == 2

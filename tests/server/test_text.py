@@ -264,6 +264,13 @@ def test_incomplete_model_folders(tmp_path: Path, broken: str, complaint: str) -
         Tokenizer(tmp_path)
 
 
+def test_an_empty_prompt_is_refused(tmp_path: Path) -> None:
+    """A template that writes nothing leaves nothing to run."""
+    tokenizer = Tokenizer(write_tokenizer(tmp_path, chat_template="{# nothing #}"))
+    with pytest.raises(ApiError, match="empty prompt"):
+        build(tokenizer, asks("hi"))
+
+
 def test_a_template_of_its_own_file(tmp_path: Path) -> None:
     """`chat_template.jinja` is taken before the one in the tokenizer's configuration."""
     write_tokenizer(tmp_path)

@@ -124,6 +124,19 @@ def test_message_shapes(item: dict[str, Any], message: Message) -> None:
             "missing_required_parameter",
             "input[0].content[0].text",
         ),
+        (
+            {"input": [{"role": "user", "content": "a"}] * 16385},
+            "invalid_value",
+            "input",
+        ),
+        (
+            {
+                "input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 9000}]
+                * 2
+            },
+            "invalid_value",
+            "input[1].content",
+        ),
         ({"input": None}, "missing_required_parameter", "input"),
         ({"model": 5}, "invalid_type", "model"),
         ({"temperature": 2.5}, "invalid_value", "temperature"),
@@ -324,6 +337,8 @@ def test_errors_carry_the_lane() -> None:
         '{"type": NaN}',
         '{"type": 1e999}',
         '{"type": "\\ud800"}',
+        '{"type": "\\ud800\\u0041"}',
+        '{"type": "\\udc00"}',
         '{"type": null}',
         '{"type": []}',
         "[" * 200_000,
