@@ -17,7 +17,7 @@ from hillstar.server.metrics import Metrics
 from hillstar.server.registry import Hub
 
 T = TypeVar("T")
-D = TypeVar("D", str, bytes)
+D = TypeVar("D", bound=str | bytes)
 
 
 class Peer(Protocol):

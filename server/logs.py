@@ -3,9 +3,13 @@
 import json
 import logging
 import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
 
-ID_FIELDS = ("request_id", "conversation_id", "response_id", "engine_id", "tenant", "peer")
+current_request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""The id of the HTTP request (or upgrade) whose task this is; "" outside of one."""
+
+ID_FIELDS = ("conversation_id", "response_id", "engine_id", "tenant", "peer")
 """The fields a record may carry through `extra=`; whatever else is there is not written."""
 
 
@@ -19,6 +23,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if request_id := current_request_id.get():
+            line["request_id"] = request_id
         for name in ID_FIELDS:
             value = getattr(record, name, None)
             if value is not None:

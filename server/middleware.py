@@ -12,13 +12,13 @@ from aiohttp.typedefs import Handler, Middleware
 
 from hillstar.server.auth import OriginPolicy
 from hillstar.server.errors import ApiError, internal_error
+from hillstar.server.logs import current_request_id
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
 
 _GIVEN_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-_ID_KEY = "request_id"
 
 _METHODS = "GET, POST, DELETE, OPTIONS"
 _HEADERS = "authorization, content-type, x-request-id, last-event-id"
@@ -36,7 +36,9 @@ def typed_errors(origins: OriginPolicy) -> Middleware:
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get(REQUEST_ID, "")
-        request[_ID_KEY] = given if _GIVEN_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        current_request_id.set(
+            given if _GIVEN_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        )
         try:
             origins.check(request.headers.get("Origin"), request.headers.get("Host", ""))
             if request.method == "OPTIONS":
@@ -49,12 +51,7 @@ def typed_errors(origins: OriginPolicy) -> Middleware:
         except (ConnectionError, asyncio.CancelledError):
             raise  # the peer is gone: nobody reads an answer
         except Exception:
-            logger.exception(
-                "a request failed: %s %s",
-                request.method,
-                request.path,
-                extra={"request_id": request[_ID_KEY]},
-            )
+            logger.exception("a request failed: %s %s", request.method, request.path)
             return error_answer(internal_error())
 
     return handle
@@ -66,7 +63,7 @@ def response_headers(
     """The signal that gives each answer its request id, and listed pages their CORS headers."""
 
     async def prepare(request: web.Request, response: web.StreamResponse) -> None:
-        response.headers[REQUEST_ID] = request.get(_ID_KEY, "")
+        response.headers[REQUEST_ID] = current_request_id.get()
         origin = request.headers.get("Origin")
         if origin is None:
             return

@@ -117,7 +117,7 @@ class SocketSink:
 
 
 def bound_send_buffer(request: web.Request) -> None:
-    """Keep the kernel from queueing megabytes for a peer that does not read: it is to be noticed."""
+    """Keep the kernel from queueing megabytes for a peer that does not read."""
     transport = request.transport
     raw = transport.get_extra_info("socket") if transport is not None else None
     if raw is not None:

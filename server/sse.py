@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
-from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import StreamWriter
 
 from hillstar.server.encode import encode_sse, encode_sse_error
 from hillstar.server.errors import server_draining
@@ -28,7 +28,7 @@ class _Sink:
 
     def __init__(self, request: web.Request) -> None:
         self._protocol = request.protocol
-        self.writer: AbstractStreamWriter | None = None
+        self.writer: StreamWriter | None = None
 
     @property
     def is_full(self) -> bool:
@@ -90,7 +90,9 @@ class EventStream:
     async def send(self, request: web.Request) -> web.StreamResponse:
         """Answer the request with what was and will be posted, up to the terminal event."""
         answer = web.StreamResponse(headers=HEADERS)
-        self._sink.writer = await answer.prepare(request)
+        writer = await answer.prepare(request)
+        assert isinstance(writer, StreamWriter)
+        self._sink.writer = writer
         bound_send_buffer(request)
         if await self._outbox.run():
             await answer.write_eof()

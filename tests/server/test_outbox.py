@@ -1,0 +1,174 @@
+"""What waits for a peer: merging, bounds, and who is too slow. No network."""
+
+import asyncio
+
+import pytest
+
+from hillstar.server.events import TextDelta
+from hillstar.server.limits import SocketLimits
+from hillstar.server.outbox import MAX_MERGED_CHARS, Outbox
+from support.wait import until
+
+
+class Pipe:
+    """A sink that takes frames while it is open."""
+
+    def __init__(self) -> None:
+        self.frames: list[str] = []
+        self.writable = asyncio.Event()
+        self.writable.set()
+        self.is_broken = False
+
+    @property
+    def is_full(self) -> bool:
+        return not self.writable.is_set()
+
+    async def send(self, frame: str) -> None:
+        if self.is_broken:
+            raise ConnectionResetError
+        self.frames.append(frame)
+
+    async def wait_writable(self) -> None:
+        await self.writable.wait()
+
+
+def delta(number: int, text: str = "x", item: str = "i") -> TextDelta:
+    return TextDelta(number, item, 0, 0, text, number, 1)
+
+
+def show(d: TextDelta) -> str:
+    return f"{d.item_id}{d.sequence_number}:{d.delta}:{d.first_token}+{d.num_tokens}"
+
+
+def outbox(pipe: Pipe, **bounds: float) -> Outbox[str]:
+    return Outbox(pipe, SocketLimits(**bounds))  # type: ignore[arg-type]
+
+
+async def test_a_reading_peer_gets_each_delta_alone() -> None:
+    """While the transport takes frames nothing merges, however many were put at once."""
+    pipe = Pipe()
+    box = outbox(pipe)
+    for number in range(100):
+        box.put_delta(delta(number), "r", show)
+    box.put("end")
+    box.finish()
+    assert await box.run()
+    assert pipe.frames == [f"i{n}:x:{n}+1" for n in range(100)] + ["end"]
+    assert box.num_bytes == 0
+
+
+async def test_deltas_merge_while_the_transport_is_full() -> None:
+    """A lagging peer gets adjacent deltas as one, with the last number and all the tokens."""
+    pipe = Pipe()
+    box = outbox(pipe)
+    pipe.writable.clear()
+    running = asyncio.create_task(box.run())
+    await asyncio.sleep(0)
+    for number in range(4):
+        box.put_delta(delta(number, item="a"), "a", show)
+        box.put_delta(delta(number, item="b"), "b", show)
+    box.put("error")
+    box.put("done-a", key="a")
+    box.put_delta(delta(4, item="a"), "a", show)
+    box.put_delta(delta(4, item="b"), "b", show)
+    pipe.writable.set()
+    box.finish()
+    assert await running
+    assert pipe.frames == ["a3:xxxx:0+4", "b4:xxxxx:0+5", "error", "done-a", "a4:x:4+1"]
+    assert box.num_progress == 1
+
+
+async def test_a_delta_on_its_way_is_not_merged_into() -> None:
+    """What the writer has taken is final: the next delta is a frame of its own."""
+    pipe = Pipe()
+    box = outbox(pipe)
+    running = asyncio.create_task(box.run())
+    box.put_delta(delta(0), "r", show)
+    await until(lambda: len(pipe.frames) == 1)
+    pipe.writable.clear()
+    box.put_delta(delta(1), "r", show)
+    box.put_delta(delta(2), "r", show)
+    pipe.writable.set()
+    box.finish()
+    assert await running
+    assert pipe.frames == ["i0:x:0+1", "i2:xx:1+2"]
+
+
+async def test_a_long_replay_merges_above_the_mark() -> None:
+    """Much put at once merges beyond `merge_bytes`, in pieces of bounded size, losing nothing."""
+    pipe = Pipe()
+    box = outbox(pipe, merge_bytes=2000, max_outbox_bytes=1 << 20)
+    for number in range(20_000):
+        box.put_delta(delta(number), "r", show)
+    assert box.num_bytes < 60_000
+    box.finish()
+    assert await box.run()
+    texts = [frame.split(":")[1] for frame in pipe.frames]
+    assert "".join(texts) == "x" * 20_000
+    assert max(map(len, texts)) <= MAX_MERGED_CHARS
+    assert len(pipe.frames) < 50
+
+
+async def test_an_overflow_cuts_the_peer_at_once() -> None:
+    """More than the bound for a peer that does not read: `run` says too slow, memory is freed."""
+    pipe = Pipe()
+    box = outbox(pipe, max_outbox_bytes=1000)
+    pipe.writable.clear()
+    running = asyncio.create_task(box.run())
+    await asyncio.sleep(0)
+    for _ in range(20):
+        box.put("x" * 100)
+    assert not await running
+    assert (pipe.frames, box.num_bytes) == ([], 0)
+    box.put("late")
+    box.put_delta(delta(0), "r", show)
+    assert box.num_bytes == 0
+
+
+async def test_the_bound_does_not_cut_a_peer_that_reads() -> None:
+    """A burst above the bound is sent whole while the transport takes it."""
+    pipe = Pipe()
+    box = outbox(pipe, max_outbox_bytes=1000)
+    for number in range(50):
+        box.put(f"{number}" * 100)
+    box.finish()
+    assert await box.run()
+    assert len(pipe.frames) == 50
+
+
+async def test_a_stalled_transport_times_out() -> None:
+    """A full transport without progress for the stall timeout is too slow."""
+    pipe = Pipe()
+    box = outbox(pipe, stall_timeout_s=0.01)
+    pipe.writable.clear()
+    box.put("never")
+    assert not await box.run()
+    assert pipe.frames == []
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_stop_ends_the_writer_at_once(full: bool) -> None:
+    """`stop` forgets what is queued and ends `run`, also while the transport is full."""
+    pipe = Pipe()
+    box = outbox(pipe)
+    if full:
+        pipe.writable.clear()
+    running = asyncio.create_task(box.run())
+    await asyncio.sleep(0)
+    if full:
+        box.put("lost")
+    box.stop()
+    box.stop()
+    assert await running
+    assert pipe.frames == []
+
+
+async def test_a_peer_that_left_ends_the_writer() -> None:
+    """A broken connection ends `run` without blame."""
+    pipe = Pipe()
+    pipe.is_broken = True
+    box = outbox(pipe)
+    box.put("x")
+    box.put("y")
+    assert await box.run()
+    assert box.num_bytes == 0
