@@ -35,7 +35,7 @@ _ROLES: dict[str, Role] = {
 _MESSAGE_FIELDS = frozenset({"type", "role", "content", "id", "status", "phase"})
 # What our own items carry when a client sends an output item back; none of it changes the text.
 _PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
-_MAX_PARTS = 16384  # of all messages of one input
+MAX_PARTS = 16384  # of all messages of one input
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -58,8 +58,8 @@ def parse_input(value: object) -> tuple[Message, ...]:
 
 def _check_length(where: str, length: int) -> None:
     """Bound the work that one frame can ask of the event loop."""
-    if length > _MAX_PARTS:
-        raise invalid(f"'{where}' makes {length} parts in all; at most {_MAX_PARTS}.", where)
+    if length > MAX_PARTS:
+        raise invalid(f"'{where}' makes {length} parts in all; at most {MAX_PARTS}.", where)
 
 
 def _message(item: object, where: str) -> Message:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from hillstar.server.errors import ApiError, invalid, unknown_parameter
+from hillstar.server.flood import refuse_json_flood, refuse_msgpack_flood
 
 T = TypeVar("T")
 
@@ -19,6 +20,7 @@ _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.S)
 
 def decode_json(data: str | bytes) -> object:
     """JSON text to plain values (str keys, no NaN, no lone surrogates)."""
+    refuse_json_flood(data)
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -27,6 +29,7 @@ def decode_json(data: str | bytes) -> object:
 
 def decode_msgpack(data: bytes) -> object:
     """Msgpack to plain values. Timestamps and extension types are refused where they matter."""
+    refuse_msgpack_flood(data)
     try:
         return msgspec.msgpack.decode(data)
     except (msgspec.DecodeError, UnicodeError, RecursionError, TypeError, ValueError) as error:
