@@ -47,13 +47,18 @@ def find_client_key(db: sqlite3.Connection, client_key: str) -> Place | None:
 
 def load_conversation_row(db: sqlite3.Connection, conversation_id: str) -> ConversationRow | None:
     row = db.execute(
-        "SELECT id, tenant, created_at, metadata, items FROM conversations WHERE id = ?",
+        "SELECT id, tenant, created_at, metadata, items, parent_id FROM conversations WHERE id = ?",
         (conversation_id,),
     ).fetchone()
     if row is None:
         return None
     return ConversationRow(
-        id=row[0], tenant=row[1], created_at=row[2], metadata=row[3], items=row[4]
+        id=row[0],
+        tenant=row[1],
+        created_at=row[2],
+        metadata=row[3],
+        items=row[4],
+        parent_id=row[5],
     )
 
 
@@ -66,14 +71,19 @@ def load_conversation(db: sqlite3.Connection, conversation_id: str) -> Conversat
         " WHERE r.conversation_id = ? AND r.finish IS NULL ORDER BY r.key",
         (conversation_id,),
     ).fetchall()
+    return ConversationState(
+        row, tuple(_turn(db, r) for r in opened), last_in_history(db, conversation_id)
+    )
+
+
+def last_in_history(db: sqlite3.Connection, conversation_id: str) -> str | None:
+    """The turn that the conversation continues from."""
     last = db.execute(
         "SELECT id FROM responses WHERE conversation_id = ? AND in_history = 1"
         " ORDER BY key DESC LIMIT 1",
         (conversation_id,),
     ).fetchone()
-    return ConversationState(
-        row, tuple(_turn(db, r) for r in opened), last[0] if last is not None else None
-    )
+    return last[0] if last is not None else None
 
 
 def load_turn(db: sqlite3.Connection, response_id: str) -> TurnRow | None:
@@ -103,13 +113,6 @@ def unfinished_conversations(db: sqlite3.Connection) -> tuple[str, ...]:
     return tuple(row[0] for row in rows)
 
 
-def response_ids_of(db: sqlite3.Connection, conversation_id: str) -> tuple[str, ...]:
-    rows = db.execute(
-        "SELECT id FROM responses WHERE conversation_id = ? ORDER BY key", (conversation_id,)
-    ).fetchall()
-    return tuple(row[0] for row in rows)
-
-
 def next_key(db: sqlite3.Connection) -> int:
     """A turn key above every one in use."""
     row = db.execute("SELECT coalesce(max(key), 0) FROM responses").fetchone()
@@ -120,12 +123,14 @@ def _turn(db: sqlite3.Connection, row: Any) -> TurnRow:
     key, logprobs, finish = row[0], row[12], row[14]
     output_ids = row[11] or b""
     chunks = (logprobs,) if logprobs is not None else ()
+    engine_finish = None
     if finish is None:
         tokens = db.execute(
-            "SELECT ids, logprobs FROM tokens WHERE key = ? ORDER BY first_token", (key,)
+            "SELECT ids, logprobs, finish FROM tokens WHERE key = ? ORDER BY first_token", (key,)
         ).fetchall()
-        output_ids = b"".join(ids for ids, _ in tokens)
-        chunks = tuple(chunk for _, chunk in tokens if chunk is not None)
+        output_ids = b"".join(ids for ids, _, _ in tokens)
+        chunks = tuple(chunk for _, chunk, _ in tokens if chunk is not None)
+        engine_finish = tokens[-1][2] if tokens else None
     return TurnRow(
         key=key,
         id=row[1],
@@ -140,6 +145,11 @@ def _turn(db: sqlite3.Connection, row: Any) -> TurnRow:
         prompt_ids=row[10],
         output_ids=output_ids,
         logprobs=chunks,
+        engine_finish=engine_finish,
         in_history=bool(row[13]),
         finish=finish,
     )
+
+
+def num_conversations(db: sqlite3.Connection) -> int:
+    return int(db.execute("SELECT count(*) FROM conversations").fetchone()[0])

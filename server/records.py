@@ -1,12 +1,15 @@
 """The journal's rows as values, and the writes that change them.
 
-`request`, `finish`, `metadata`, `items` and `logprobs` are opaque bytes here: the session layer
+`request`, the finishes, `metadata`, `items` and `logprobs` are opaque bytes here: the session layer
 encodes them. A write runs on the journal's writer thread, inside a transaction.
 """
 
 import sqlite3
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
+
+NOT_STORED = -1
+"""`base_tokens` of a stored turn upon an unstored one: its prompt lives in memory only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +25,9 @@ class ConversationRow:
     id: str
     tenant: str
     created_at: float  # seconds since 1970
-    metadata: bytes = b"{}"
-    items: bytes = b"[]"  # that the conversation began with
+    metadata: bytes  # msgpack: a map of strings
+    items: bytes  # msgpack: the messages it began with
+    parent_id: str | None = None  # the response it was forked from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +43,11 @@ class TurnRow:
     seed: int
     parent_id: str | None = None
     client_key: str | None = None
-    base_tokens: int = 0
-    prompt_ids: bytes | None = None  # None: not built yet, or forgotten
+    base_tokens: int = 0  # NOT_STORED: the prompt holds what must not be stored
+    prompt_ids: bytes | None = None  # None: not built yet, forgotten, or not stored
     output_ids: bytes = b""
     logprobs: tuple[bytes, ...] = ()  # chunks in the order of the tokens; () where not asked for
+    engine_finish: bytes | None = None  # came with the last tokens of a turn that is open yet
     in_history: bool = False  # later turns of the conversation build on it
     finish: bytes | None = None  # None: still open
 
@@ -75,14 +80,14 @@ class OpenConversation:
     def apply(self, db: sqlite3.Connection) -> None:
         row = self.row
         db.execute(
-            "INSERT INTO conversations VALUES (?, ?, ?, ?, ?)",
-            (row.id, row.tenant, row.created_at, row.metadata, row.items),
+            "INSERT OR IGNORE INTO conversations VALUES (?, ?, ?, ?, ?, ?)",
+            (row.id, row.tenant, row.parent_id, row.created_at, row.metadata, row.items),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTurn:
-    """A response begins; with `conversation`, so does its conversation, in one transaction."""
+    """A response begins; with `conversation`, so does its conversation unless it is there."""
 
     fence: Fence
     row: TurnRow
@@ -122,20 +127,19 @@ class PlacePrompt:
     """A turn that was queued has its turn: its parent and its ids are known now."""
 
     fence: Fence
-    key: int
-    parent_id: str | None
-    base_tokens: int
-    prompt_ids: bytes | None
-    survives: ClassVar[bool] = False
+    row: TurnRow
+    survives: ClassVar[bool] = True
 
     @property
     def size_bytes(self) -> int:
-        return 64 + len(self.prompt_ids or b"")
+        return 64 + len(self.row.request) + len(self.row.prompt_ids or b"")
 
     def apply(self, db: sqlite3.Connection) -> None:
+        row = self.row
         db.execute(
-            "UPDATE responses SET parent_id = ?, base_tokens = ?, prompt_ids = ? WHERE key = ?",
-            (self.parent_id, self.base_tokens, self.prompt_ids, self.key),
+            "UPDATE responses SET parent_id = ?, request = ?, base_tokens = ?, prompt_ids = ?"
+            " WHERE key = ?",
+            (row.parent_id, row.request, row.base_tokens, row.prompt_ids, row.key),
         )
 
 
@@ -198,22 +202,24 @@ class EraseTurns:
         db.execute(
             "WITH RECURSIVE later(id) AS (SELECT id FROM responses WHERE parent_id = :id"
             " UNION SELECT r.id FROM responses r JOIN later ON r.parent_id = later.id)"
-            " UPDATE responses SET base_tokens = 0, prompt_ids = NULL"
+            " UPDATE responses SET base_tokens = min(base_tokens, 0), prompt_ids = NULL"
             " WHERE id IN (SELECT id FROM later)",
             {"id": response_id},
         )
         key, parent_id = row
-        db.execute(
-            "UPDATE responses SET parent_id = ? WHERE parent_id = ?", (parent_id, response_id)
-        )
+        for table in ("responses", "conversations"):
+            db.execute(
+                f"UPDATE {table} SET parent_id = ? WHERE parent_id = ?", (parent_id, response_id)
+            )
         db.execute("DELETE FROM tokens WHERE key = ?", (key,))
         db.execute("DELETE FROM responses WHERE key = ?", (key,))
 
 
-TokenRow = tuple[str, int, int, int, bytes, bytes | None]
-"""New output of an open turn: conversation id, epoch, turn key, first token, ids, logprobs.
+TokenRow = tuple[str, int, int, int, bytes, bytes | None, bytes | None]
+"""New output: conversation id, epoch, turn key, first token, ids, logprobs, the engine's finish.
 
-A plain tuple: 256 of them a step.
+A plain tuple: 256 of them a step. The finish is stored with the last tokens, so that no restart
+ever generates beyond an end that was reached.
 """
 
 
@@ -230,4 +236,4 @@ class AppendTokens:
         return 64 * len(self.rows)
 
     def apply(self, db: sqlite3.Connection) -> None:
-        db.executemany("INSERT INTO tokens VALUES (?, ?, ?, ?)", [row[2:] for row in self.rows])
+        db.executemany("INSERT INTO tokens VALUES (?, ?, ?, ?, ?)", [row[2:] for row in self.rows])

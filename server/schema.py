@@ -21,6 +21,7 @@ _SCHEMA = """
 CREATE TABLE conversations (
     id TEXT PRIMARY KEY,
     tenant TEXT NOT NULL,
+    parent_id TEXT,
     created_at REAL NOT NULL,
     metadata BLOB NOT NULL,
     items BLOB NOT NULL
@@ -44,12 +45,14 @@ CREATE TABLE responses (
 );
 CREATE INDEX responses_of_conversation ON responses (conversation_id, key);
 CREATE INDEX responses_of_parent ON responses (parent_id) WHERE parent_id IS NOT NULL;
+CREATE INDEX forks ON conversations (parent_id) WHERE parent_id IS NOT NULL;
 CREATE INDEX open_responses ON responses (key) WHERE finish IS NULL;
 CREATE TABLE tokens (
     key INTEGER NOT NULL,
     first_token INTEGER NOT NULL,
     ids BLOB NOT NULL,
     logprobs BLOB,
+    finish BLOB,
     PRIMARY KEY (key, first_token)
 ) WITHOUT ROWID;
 """

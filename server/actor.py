@@ -1,0 +1,178 @@
+"""The actor around a session: its mailbox, its activation, its restarts.
+
+A handler that raises has broken its session: the session is dropped and built again from the
+journal under a new epoch, so nothing that the broken one still has on its way can be stored.
+Restarts are delayed a little longer each time; a conversation that breaks its actor MAX_CRASHES
+times has its responses ended as failed.
+"""
+
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from hillstar.engine.messages import Output
+from hillstar.server import reads
+from hillstar.server.mail import Arrived, Failed, Lost, Mail
+from hillstar.server.mailbox import Mailbox, RunQueue
+from hillstar.server.records import ConversationRow, Fence, TurnRow
+from hillstar.server.sequences import Sequence
+from hillstar.server.session import Services, Session
+from hillstar.server.tasks import Tasks
+
+MAX_USER_MESSAGES = 256
+MAX_CRASHES = 3  # within CRASH_WINDOW_S
+CRASH_WINDOW_S = 60.0
+RESTART_DELAY_S = 0.05  # doubled with each crash in the window
+
+log = logging.getLogger(__name__)
+
+
+class Actor:
+    """Owns one conversation's session. Messages gather while it is activated or restarted."""
+
+    def __init__(
+        self,
+        services: Services,
+        queue: RunQueue,
+        tasks: Tasks,
+        conversation_id: str,
+        new_epoch: Callable[[], int],
+        gone: Callable[["Actor"], None],
+    ) -> None:
+        """`gone` is called when the conversation does not exist or cannot be recovered."""
+        self.conversation_id = conversation_id
+        self.is_durable = True
+        self.num_crashes = 0
+        self.idle_since_s = services.loop.time()
+        self._services = services
+        self._tasks = tasks
+        self._new_epoch = new_epoch
+        self._gone = gone
+        self._mailbox: Mailbox[Mail] = Mailbox(
+            queue, self._handle, max_user=MAX_USER_MESSAGES, paused=True
+        )
+        self._session: Session | None = None
+        self._fence: Fence | None = None
+        self._recent_crashes: list[float] = []
+
+    def begin(self, row: ConversationRow, *, is_durable: bool) -> None:
+        """Start with a new conversation, stored with its first turn."""
+        self.is_durable = is_durable
+        fence = self._claim()
+        self._session = Session(
+            self._services, self, row, fence, is_durable=is_durable, is_stored=False
+        )
+        self._mailbox.resume()
+
+    def activate(self) -> None:
+        """Start from the journal."""
+        self._begin_load(None, ())
+
+    @property
+    def session(self) -> Session | None:
+        """None while it is being loaded."""
+        return self._session
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing lives in it and nothing is on its way to it."""
+        return self._session is not None and self._session.is_idle and not len(self._mailbox)
+
+    def tell(self, message: Mail) -> None:
+        """The control lane."""
+        self._mailbox.tell(message)
+
+    def offer(self, message: Mail) -> bool:
+        """The user lane; False when it is full."""
+        return self._mailbox.offer(message)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.start(work, lambda error: self.tell(Failed(error)))
+
+    def stored(self, sequence: Sequence, output: Output) -> None:
+        self._mailbox.tell(Arrived(sequence, output))
+
+    def lost(self, sequence: Sequence, error: Exception) -> None:
+        self._mailbox.tell(Lost(sequence, error))
+
+    def retire(self) -> list[Mail]:
+        """The end of this activation: no write of it may follow. What had gathered is returned."""
+        if self._fence is not None and self.is_durable:
+            self._services.journal.release(self._fence)
+        self._mailbox.pause()
+        return self._mailbox.clear()
+
+    def _handle(self, message: Mail) -> None:
+        session = self._session
+        assert session is not None, "the mailbox is paused without a session"
+        try:
+            session.handle(message)
+        except Exception as error:  # the task boundary of an actor
+            self._crashed(session, error)
+        self.idle_since_s = self._services.loop.time()
+
+    def _claim(self) -> Fence:
+        self._fence = Fence(self.conversation_id, self._new_epoch())
+        if self.is_durable:
+            self._services.journal.claim(self._fence)
+        return self._fence
+
+    def _crashed(self, session: Session, error: BaseException) -> None:
+        """Drop the session; build it again after a delay."""
+        self._mailbox.pause()
+        self._session = None
+        self._count_crash(error)
+        self._load_later(session, session.abandon())
+
+    def _count_crash(self, error: BaseException) -> None:
+        now = self._services.loop.time()
+        self.num_crashes += 1
+        recent = [at for at in self._recent_crashes if now - at < CRASH_WINDOW_S]
+        self._recent_crashes = [*recent, now]
+        log.error(
+            "a session failed (%d in the last minute)",
+            len(self._recent_crashes),
+            exc_info=error,
+            extra={"conversation_id": self.conversation_id},
+        )
+
+    def _load_later(self, old: Session | None, rows: tuple[TurnRow, ...]) -> None:
+        delay_s = RESTART_DELAY_S * 2 ** (len(self._recent_crashes) - 1)
+        self._services.loop.call_later(delay_s, self._begin_load, old, rows)
+
+    def _begin_load(self, old: Session | None, rows: tuple[TurnRow, ...]) -> None:
+        def failed(error: BaseException) -> None:
+            self._count_crash(error)
+            if len(self._recent_crashes) > MAX_CRASHES:
+                self._gone(self)
+            else:
+                self._load_later(old, rows)
+
+        self._tasks.start(self._load(old, rows), failed)
+
+    async def _load(self, old: Session | None, rows: tuple[TurnRow, ...]) -> None:
+        """Claim the conversation and build its session from what is stored."""
+        fence = self._claim()
+        if self.is_durable:
+            # The claim is behind all writes of older activations: they are stored or refused now.
+            await self._services.journal.flushed()
+            state = await self._services.journal.read(reads.load_conversation, self.conversation_id)
+            if state is None:
+                self._gone(self)
+                return
+            row, rows, last_id = state.row, state.open_turns, state.last_id
+        else:
+            assert old is not None, "what is kept in memory is not loaded"
+            row, last_id = old.row, old.last_id
+        session = Session(
+            self._services,
+            self,
+            row,
+            fence,
+            is_durable=self.is_durable,
+            is_stored=self.is_durable,
+            last_id=last_id,
+        )
+        session.restore(rows, old, failed=len(self._recent_crashes) >= MAX_CRASHES)
+        self._session = session
+        self._mailbox.resume()

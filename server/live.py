@@ -1,0 +1,187 @@
+"""A response that has not ended yet: its log, its followers, and where it stands."""
+
+import asyncio
+import enum
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+from hillstar.engine.messages import TokenLogprobs
+from hillstar.server.events import Event, ResponseStream, TextDelta, TurnEnd
+from hillstar.server.history import Prepared, push_all, stored_logprobs
+from hillstar.server.ports import Follower, Observer, Scope
+from hillstar.server.records import TurnRow
+from hillstar.server.request import CreateResponse
+from hillstar.server.sequences import Sequence
+
+
+class Phase(enum.Enum):
+    """Where an unfinished turn stands."""
+
+    PREPARING = enum.auto()  # its prompt is being built
+    OPENING = enum.auto()  # it is being stored
+    QUEUED = enum.auto()  # stored; the turns before it have not ended
+    RUNNING = enum.auto()  # with the engine, or parked there
+    ENDING = enum.auto()  # its end is being stored
+    ENDED = enum.auto()
+
+
+class Follow:
+    """One follower of one response, and what it has been given."""
+
+    __slots__ = ("follower", "next_number", "scope")
+
+    def __init__(self, follower: Follower, scope: Scope | None, next_number: int) -> None:
+        self.follower = follower
+        self.scope = scope
+        self.next_number = next_number
+
+
+class LiveTurn:
+    """Owned by its session's actor.
+
+    The log is kept whole while the turn lives: a replay is a slice of it. After the end it is
+    rebuilt from tokens.
+    """
+
+    def __init__(
+        self,
+        row: TurnRow,
+        request: CreateResponse,
+        stream: ResponseStream,
+        phase: Phase,
+        opened_at_s: float,
+    ) -> None:
+        self.row = row
+        self.request = request
+        self.stream = stream
+        self.phase = phase
+        self.events: list[Event | TextDelta] = []
+        self.follows: list[Follow] = []
+        self.scopes: set[Scope] = set()  # that created or followed it and are still there
+        self.waiters: list[asyncio.Future[dict[str, Any]]] = []
+        self.answer: asyncio.Future[Any] | None = None  # of the create that waits for storage
+        self.prepared: Prepared | None = None
+        self.sequence: Sequence | None = None
+        self.end: TurnEnd | None = None
+        self.is_stored = False
+        self.is_cancelled = False
+        self.is_paused = False
+        self.is_rewritten = False  # the journal has forgotten what its prompt was built from
+        self.num_cached_tokens = 0
+        self.num_handled = 0  # output tokens whose events are in the log
+        self._opened_at_s = opened_at_s
+        self._last_tokens_at_s: float | None = None
+
+    @property
+    def id(self) -> str:
+        return self.row.id
+
+    @property
+    def state(self) -> str:
+        """For the metrics: `queued`, `running` or `parked`."""
+        if self.is_paused:
+            return "parked"
+        return "running" if self.phase is Phase.RUNNING else "queued"
+
+    @property
+    def joins_history(self) -> bool:
+        """Whether later turns of the conversation build on it: cancelled and failed ones do not."""
+        return self.end is not None and self.end.reason in ("stop", "length", "prefilled")
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Prompt and output so far."""
+        num_prompt = self.prepared.prompt.num_tokens if self.prepared is not None else 0
+        return num_prompt + self.stream.num_tokens
+
+    def output_ids(self) -> bytes:
+        """What the response said, up to the token that completed a stop string."""
+        said = self.row.output_ids if self.sequence is None else self.sequence.output_ids
+        return bytes(said[: 4 * self.stream.num_tokens])
+
+    def output_logprobs(self) -> list[TokenLogprobs]:
+        """The logprobs of `output_ids`; [] where they were not asked for."""
+        if self.sequence is None:
+            entries = stored_logprobs(self.row) or []
+        else:
+            entries = self.sequence.logprobs
+        return entries[: self.stream.num_tokens]
+
+    def emit(self, events: list[Event | TextDelta]) -> None:
+        """Append to the log and give it to everybody who follows."""
+        if not events:
+            return
+        self.events += events
+        for follow in self.follows:
+            follow.follower.post(self.row.id, events)
+            follow.next_number += len(events)
+
+    def push(
+        self,
+        first_token: int,
+        token_ids: SequenceOf[int],
+        logprobs: SequenceOf[TokenLogprobs] | None,
+        now_s: float,
+        observer: Observer,
+    ) -> None:
+        """Take stored tokens: events out, latencies observed."""
+        last = self._last_tokens_at_s
+        self._last_tokens_at_s = now_s
+        if last is not None:
+            observer.itl((now_s - last) / len(token_ids))
+        elif first_token == 0:
+            observer.ttft(now_s - self._opened_at_s)
+        self.emit(self.stream.push(first_token, token_ids, logprobs))
+        self.num_handled = self.stream.num_tokens
+
+    def restore(self, old: "LiveTurn | None") -> None:
+        """Catch up with the row's stored tokens; take over who followed `old`."""
+        self.is_stored = True
+        self.events += self.stream.open()
+        self.events += push_all(self.stream, self.row)
+        self.num_handled = self.stream.num_tokens
+        if old is None:
+            return
+        self.is_cancelled, self.is_paused = old.is_cancelled, old.is_paused
+        self.scopes, self.waiters, self.follows = old.scopes, old.waiters, old.follows
+        for follow in self.follows:
+            missed = self.events[follow.next_number :]
+            if missed:
+                follow.follower.post(self.row.id, missed)
+                follow.next_number += len(missed)
+
+    def follow(self, follower: Follower, scope: Scope | None, next_number: int) -> None:
+        """Give the log from `next_number` on, then what comes. Following twice moves it."""
+        self.unfollow(follower)
+        if scope is not None:
+            self.scopes.add(scope)
+        missed = self.events[next_number:]
+        self.follows.append(Follow(follower, scope, next_number + len(missed)))
+        if missed:
+            follower.post(self.row.id, missed)
+
+    def unfollow(self, follower: Follower) -> None:
+        self.follows = [follow for follow in self.follows if follow.follower is not follower]
+
+    def leave(self, scope: Scope) -> bool:
+        """The scope is gone. True: it held this response, and nobody else follows it."""
+        if scope not in self.scopes:
+            return False
+        self.scopes.remove(scope)
+        self.follows = [follow for follow in self.follows if follow.scope is not scope]
+        return not self.follows
+
+    def answer_waiters(self) -> None:
+        """Everybody who waits for the end gets the response as it is now."""
+        if self.waiters:
+            response = self.stream.response_object()
+            for waiter in self.waiters:
+                if not waiter.done():
+                    waiter.set_result(response)
+            self.waiters.clear()
+
+    def reject(self, error: Exception) -> None:
+        """Tell the create that waits."""
+        if self.answer is not None and not self.answer.done():
+            self.answer.set_exception(error)
+        self.answer = None

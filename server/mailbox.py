@@ -1,0 +1,117 @@
+"""Actors without tasks: mailboxes drained by plain callbacks on the event loop.
+
+A message costs one append; however many actors a step wakes, the loop is woken once. Handlers
+are synchronous and short, one actor runs one message at a time, and slow work comes back as a
+message.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+MAX_RUN = 64  # messages of one actor before the next has its turn
+MAX_SLICE_S = 0.005  # of the loop's time before other callbacks have theirs
+
+M = TypeVar("M")
+
+
+class RunQueue:
+    """The mailboxes that hold something, in order of their first message."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._ready: deque[Callable[[], bool]] = deque()
+        self._scheduled = False
+
+    def add(self, run: Callable[[], bool]) -> None:
+        """Have `run` called soon, and again for as long as it returns True."""
+        self._ready.append(run)
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        deadline = self._loop.time() + MAX_SLICE_S
+        ready = self._ready
+        while ready:
+            run = ready.popleft()
+            if run():
+                ready.append(run)
+            if self._loop.time() >= deadline:
+                break
+        self._scheduled = bool(ready)
+        if ready:
+            self._loop.call_soon(self._drain)
+
+
+class Mailbox(Generic[M]):
+    """Two lanes of messages for one handler.
+
+    The user lane is bounded: `offer` refuses when it is full. The control lane (tokens, commits,
+    cancel, close, ack) goes first and refuses nothing; what fills it is bounded where it comes
+    from. While `paused`, messages gather.
+    """
+
+    def __init__(
+        self, queue: RunQueue, handle: Callable[[M], None], *, max_user: int, paused: bool = False
+    ) -> None:
+        """`handle` must not raise."""
+        self._queue = queue
+        self._handle = handle
+        self._max_user = max_user
+        self._control: deque[M] = deque()
+        self._user: deque[M] = deque()
+        self._queued = False
+        self._paused = paused
+
+    def __len__(self) -> int:
+        return len(self._control) + len(self._user)
+
+    def tell(self, message: M) -> None:
+        """Append to the control lane."""
+        self._control.append(message)
+        self._wake()
+
+    def offer(self, message: M) -> bool:
+        """Append to the user lane; False (and nothing happens) when it is full."""
+        if len(self._user) >= self._max_user:
+            return False
+        self._user.append(message)
+        self._wake()
+        return True
+
+    def pause(self) -> None:
+        """Handle nothing more until `resume`, from the next message on."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        if self._control or self._user:
+            self._wake()
+
+    def clear(self) -> list[M]:
+        """Take everything out, control lane first."""
+        messages = [*self._control, *self._user]
+        self._control.clear()
+        self._user.clear()
+        return messages
+
+    def _wake(self) -> None:
+        if not self._queued and not self._paused:
+            self._queued = True
+            self._queue.add(self._run)
+
+    def _run(self) -> bool:
+        control, user, handle = self._control, self._user, self._handle
+        for _ in range(MAX_RUN):
+            if self._paused:
+                break
+            if control:
+                handle(control.popleft())
+            elif user:
+                handle(user.popleft())
+            else:
+                break
+        self._queued = bool(control or user) and not self._paused
+        return self._queued

@@ -1,0 +1,325 @@
+"""Responses as the engine sees them: submitted, routed, resubmitted when an engine dies.
+
+Every token passes here once: frame → one journal write for the whole step → when it is stored,
+each sequence's owner is told. What a sequence has said so far is kept here too, because this is
+the earliest place that knows it: a new engine is given exactly the tokens that were journaled,
+also those whose owner has not handled them yet.
+"""
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from hillstar.engine.messages import (
+    Cancel,
+    Finish,
+    Frame,
+    Output,
+    Park,
+    Release,
+    Submit,
+    TokenLogprobs,
+    Unpark,
+    Usage,
+    pack_ids,
+)
+from hillstar.server.engineport import Engine
+from hillstar.server.journal import Journal
+from hillstar.server.records import AppendTokens, TokenRow
+
+MAX_STRIKES = 3  # engines that died under a sequence before it said anything
+MAX_UNSTORED_FRAMES = 64  # above this the engine is not read
+MIN_UNSTORED_FRAMES = 16  # below this it is read again
+
+log = logging.getLogger(__name__)
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+class Owner(Protocol):
+    """Who is told what became of a sequence (its session's actor)."""
+
+    def stored(self, sequence: "Sequence", output: Output) -> None:
+        """These tokens are in the journal (where they belong there); in order, without gaps."""
+        ...
+
+    def lost(self, sequence: "Sequence", error: Exception) -> None:
+        """Tokens could not be stored and never will be; more may follow, not to be sent."""
+        ...
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One response inside the engine. Changed by the table alone."""
+
+    submit: Submit  # without output ids
+    response_id: str
+    conversation_id: str
+    epoch: int
+    key: int | None  # in the journal; None: kept in memory only
+    owner: "Owner"
+    output_ids: bytearray = field(default_factory=bytearray)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    held: bool = False  # parked as asked
+    submitted: bool = False  # to the engine that is up
+    cancelled: bool = False
+    heard: bool = False  # has said something since it was submitted
+    strikes: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.submit.sequence_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.output_ids) // 4
+
+
+class SequenceTable:
+    """Owner of every unfinished sequence.
+
+    *Poison.* A sequence that has not spoken since it was submitted when its engine dies gets a
+    strike. With one it is on probation: such sequences are submitted one at a time, fewest
+    strikes first, and while one is, it alone is blamed. At MAX_STRIKES it fails; the others go on.
+    """
+
+    def __init__(self, engine: Engine, journal: Journal) -> None:
+        self._engine = engine
+        self._journal = journal
+        self._sequences: dict[str, Sequence] = {}
+        self._engine_is_up = False
+        self._storage_is_up = True
+        self._probation: deque[Sequence] = deque()
+        self._suspect: Sequence | None = None
+        self._num_unstored = 0
+        self._reading = True
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        """Run it; a `held` one waits for `unpark`."""
+        assert sequence.id not in self._sequences, f"{sequence.id} runs already"
+        self._sequences[sequence.id] = sequence
+        self._submit(sequence)
+
+    def cancel(self, sequence: Sequence, keep_tokens: int | None = None) -> None:
+        """End it; its finish is delivered like any other, at once if no engine has it."""
+        if sequence.id not in self._sequences or sequence.cancelled:
+            return
+        sequence.cancelled = True
+        if sequence.submitted:
+            self._engine.send(Cancel(sequence.id, keep_tokens))
+        else:
+            self._finish(sequence, "cancelled")
+
+    def discard(self, sequence: Sequence) -> None:
+        """Forget it at once; nothing more of it is delivered or stored."""
+        if self._sequences.pop(sequence.id, None) is not None:
+            if sequence.submitted:
+                self._engine.send(Cancel(sequence.id))
+            self._left(sequence)
+
+    def park(self, sequence: Sequence) -> None:
+        """Have it leave the batch until `unpark`. Tokens on their way still arrive."""
+        if not sequence.held:
+            sequence.held = True
+            if sequence.submitted and self._storage_is_up:
+                self._engine.send(Park(sequence.id))
+
+    def unpark(self, sequence: Sequence) -> None:
+        if sequence.held:
+            sequence.held = False
+            if not sequence.submitted:
+                self._submit(sequence)
+            elif self._storage_is_up or sequence.key is None:
+                self._engine.send(Unpark(sequence.id))
+
+    def release(self, lease_id: str, *, erase: bool) -> None:
+        """Give an idle conversation's blocks back."""
+        self._engine.send(Release(lease_id, erase))
+
+    def close(self) -> None:
+        """What the engine says from now on is neither stored nor sent."""
+        self._is_closed = True
+
+    def engine_up(self) -> None:
+        """An engine is ready: give it everything that should run."""
+        self._engine_is_up = True
+        waiting = list(self._sequences.values())
+        self._probation = deque(
+            sorted((s for s in waiting if s.strikes), key=lambda sequence: sequence.strikes)
+        )
+        for sequence in waiting:
+            if not sequence.strikes:
+                self._submit(sequence)
+        self._next_suspect()
+
+    def engine_down(self) -> None:
+        """The engine is gone and all it held with it."""
+        self._engine_is_up = False
+        lost = [sequence for sequence in self._sequences.values() if sequence.submitted]
+        blamed = [self._suspect] if self._suspect is not None else lost
+        for sequence in blamed:
+            sequence.strikes += not sequence.heard
+        self._suspect = None
+        self._probation.clear()
+        for sequence in lost:
+            sequence.submitted = False
+            if sequence.cancelled:
+                self._finish(sequence, "cancelled")
+            elif sequence.strikes >= MAX_STRIKES:
+                log.error(
+                    "gave a response up: %d engines died under it",
+                    sequence.strikes,
+                    extra=_ids(sequence),
+                )
+                self._finish(sequence, "error")
+
+    def storage(self, available: bool) -> None:
+        """Park everything that has to be stored while storage is away."""
+        self._storage_is_up = available
+        for sequence in list(self._sequences.values()):
+            if sequence.key is None or sequence.held:
+                continue
+            if sequence.submitted:
+                self._engine.send(Unpark(sequence.id) if available else Park(sequence.id))
+            elif not sequence.strikes:
+                self._submit(sequence)
+        if self._suspect is None:
+            self._next_suspect()
+
+    def frame(self, frame: Frame) -> None:
+        """Take a step's outputs. Unknown sequences' are late, and dropped."""
+        if self._is_closed:
+            return
+        rows: list[TokenRow] = []
+        deliveries: list[tuple[Sequence, Output]] = []
+        get = self._sequences.get
+        for output in frame.outputs:
+            sequence = get(output.sequence_id)
+            if sequence is None:
+                continue
+            if output.token_ids and output.first_token != sequence.num_tokens:
+                self._reject(sequence, output)
+                continue
+            self._take(sequence, output, rows)
+            deliveries.append((sequence, output))
+        if deliveries:
+            self._store(rows, deliveries)
+
+    def _take(self, sequence: Sequence, output: Output, rows: list[TokenRow]) -> None:
+        token_ids = output.token_ids
+        finish = output.finish
+        if token_ids:
+            ids = token_ids[0].to_bytes(4, "little") if len(token_ids) == 1 else pack_ids(token_ids)
+            sequence.output_ids += ids
+            if output.logprobs is not None:
+                sequence.logprobs += output.logprobs
+            if sequence.key is not None:
+                rows.append(
+                    (
+                        sequence.conversation_id,
+                        sequence.epoch,
+                        sequence.key,
+                        output.first_token,
+                        ids,
+                        None if output.logprobs is None else encode(output.logprobs),
+                        None if finish is None else encode(finish),
+                    )
+                )
+            if not sequence.heard:
+                sequence.heard = True
+                sequence.strikes = 0
+                if sequence is self._suspect:
+                    self._next_suspect()
+        if finish is not None:
+            self._sequences.pop(sequence.id, None)
+            self._left(sequence)
+
+    def _reject(self, sequence: Sequence, output: Output) -> None:
+        """The engine broke the order of a sequence's tokens: that one cannot go on."""
+        log.error(
+            "the engine sent token %d after %d",
+            output.first_token,
+            sequence.num_tokens,
+            extra=_ids(sequence),
+        )
+        self._engine.send(Cancel(sequence.id))
+        self._finish(sequence, "error")
+
+    def _store(self, rows: list[TokenRow], deliveries: list[tuple[Sequence, Output]]) -> None:
+        """Deliver once the rows are stored, and never before an earlier frame's are."""
+        if not rows and not self._num_unstored:
+            _deliver(deliveries)
+            return
+        self._num_unstored += 1
+        if self._reading and self._num_unstored > MAX_UNSTORED_FRAMES:
+            self._reading = False
+            self._engine.pause_reading()
+
+        def done(error: Exception | None) -> None:
+            self._num_unstored -= 1
+            if not self._reading and self._num_unstored < MIN_UNSTORED_FRAMES:
+                self._reading = True
+                self._engine.resume_reading()
+            if error is None:
+                _deliver(deliveries)
+            else:
+                for sequence, _ in deliveries:
+                    sequence.owner.lost(sequence, error)
+
+        self._journal.write(AppendTokens(rows), done)
+
+    def _submit(self, sequence: Sequence) -> None:
+        may_run = self._storage_is_up or sequence.key is None
+        if self._engine_is_up and may_run and not sequence.held and not sequence.submitted:
+            sequence.submitted = True
+            sequence.heard = False
+            submit = sequence.submit
+            if sequence.output_ids:
+                submit = msgspec.structs.replace(submit, output_ids=bytes(sequence.output_ids))
+            self._engine.send(submit)
+
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence that no engine has."""
+        num_prompt = len(sequence.submit.prompt_ids) // 4
+        usage = Usage(num_prompt, 0, sequence.num_tokens)
+        if reason == "cancelled":
+            finish = Finish("cancelled", usage)
+        else:
+            finish = Finish("error", usage, "server_error", "The engine failed on this response.")
+        output = Output(sequence.id, sequence.num_tokens, [], None, finish)
+        self._take(sequence, output, [])
+        self._store([], [(sequence, output)])
+
+    def _left(self, sequence: Sequence) -> None:
+        if sequence is self._suspect:
+            self._next_suspect()
+
+    def _next_suspect(self) -> None:
+        """Submit the next sequence on probation, if any is still to be run."""
+        self._suspect = None
+        while self._probation and self._suspect is None and self._storage_is_up:
+            sequence = self._probation.popleft()
+            if sequence.id in self._sequences:
+                self._submit(sequence)
+                if sequence.submitted:
+                    self._suspect = sequence
+
+
+def _deliver(deliveries: list[tuple[Sequence, Output]]) -> None:
+    for sequence, output in deliveries:
+        sequence.owner.stored(sequence, output)
+
+
+def _ids(sequence: Sequence) -> dict[str, str]:
+    """What a log record says about a sequence."""
+    return {
+        "conversation_id": sequence.conversation_id,
+        "response_id": sequence.response_id,
+    }
