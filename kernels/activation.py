@@ -7,8 +7,6 @@ Input rows are `gate | up` (they may be strided), the output is contiguous. Byte
 `3 * num_tokens * intermediate * itemsize` (2 reads, 1 write).
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +23,11 @@ def swiglu_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 @jit
 def _swiglu_kernel(
-    gate_up: Any, out: Any, stride: Any, intermediate: Any, BLOCK: tl.constexpr
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    stride: tl.tensor,
+    intermediate: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -34,7 +36,7 @@ def _swiglu_kernel(
     gate = tl.load(row + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(row + intermediate + columns, mask=mask, other=0.0).to(tl.float32)
     product = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + token * intermediate + columns, product.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + token * intermediate + columns, product, mask=mask)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,6 @@ block as 8-byte words where the block's size allows, else as bytes. Bytes moved 
 Offsets are 64 bits wide: block times stride passes 2^31 elements in a pool of a few GiB.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -40,19 +38,19 @@ def copy_blocks_reference(pool: torch.Tensor, pairs: torch.Tensor) -> None:
 
 @jit
 def _store_kv_kernel(
-    k: Any,
-    v: Any,
-    kv: Any,
-    slot_mapping: Any,
-    stride_k_token: Any,
-    stride_k_head: Any,
-    stride_v_token: Any,
-    stride_v_head: Any,
-    stride_block: Any,
-    stride_kv: Any,
-    stride_head: Any,
-    stride_slot: Any,
-    num_kv_heads: Any,
+    k: tl.tensor,
+    v: tl.tensor,
+    kv: tl.tensor,
+    slot_mapping: tl.tensor,
+    stride_k_token: tl.tensor,
+    stride_k_head: tl.tensor,
+    stride_v_token: tl.tensor,
+    stride_v_head: tl.tensor,
+    stride_block: tl.tensor,
+    stride_kv: tl.tensor,
+    stride_head: tl.tensor,
+    stride_slot: tl.tensor,
+    num_kv_heads: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
@@ -129,7 +127,12 @@ def store_kv(
 
 @jit
 def _copy_blocks_kernel(
-    pool: Any, pairs: Any, stride: Any, num_words: Any, NUM_TILES: tl.constexpr, TILE: tl.constexpr
+    pool: tl.tensor,
+    pairs: tl.tensor,
+    stride: tl.tensor,
+    num_words: tl.tensor,
+    NUM_TILES: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> None:
     pair = tl.program_id(0).to(tl.int64)
     source = pool + tl.load(pairs + 2 * pair) * stride

@@ -11,8 +11,6 @@ Rows may be strided, the last dimension may not. Bytes moved a call:
 `num_tokens * hidden * itemsize` times 4 with a residual (2 reads, 2 writes), times 2 without.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -33,32 +31,31 @@ def rms_norm_reference(
 
 @jit
 def _rms_norm_kernel(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    out: Any,
-    residual_out: Any,
-    stride_x: Any,
-    stride_residual: Any,
-    hidden: Any,
-    eps: Any,
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    residual_out: tl.tensor,
+    stride_x: tl.tensor,
+    stride_residual: tl.tensor,
+    hidden: tl.tensor,
+    eps: tl.tensor,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden
-    dtype = out.dtype.element_ty
+    weights = tl.load(weight + columns, mask=mask, other=0.0)
     row = tl.load(x + token * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         added = tl.load(residual + token * stride_residual + columns, mask=mask, other=0.0)
-        rounded = (row + added.to(tl.float32)).to(dtype)
+        rounded = (row + added.to(tl.float32)).to(weights.dtype)
         tl.store(residual_out + token * hidden + columns, rounded, mask=mask)
         row = rounded.to(tl.float32)  # normalise what is stored, not what was rounded away
     scale = 1.0 / tl.sqrt(tl.sum(row * row, axis=0) / hidden + eps)
-    normal = (row * scale).to(dtype).to(tl.float32)
-    weights = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + token * hidden + columns, (normal * weights).to(dtype), mask=mask)
+    normal = (row * scale).to(weights.dtype).to(tl.float32)
+    tl.store(out + token * hidden + columns, normal * weights.to(tl.float32), mask=mask)
 
 
 def rms_norm(

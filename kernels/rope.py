@@ -15,8 +15,6 @@ call: `2 * num_tokens * (num_heads + num_kv_heads) * head_dim * itemsize`, and t
 `num_tokens * head_dim * 4`.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -46,19 +44,19 @@ def rope_reference(
 
 @jit
 def _rope_kernel(
-    q: Any,
-    k: Any,
-    positions: Any,
-    cos_sin: Any,
-    q_norm: Any,
-    k_norm: Any,
-    stride_q_token: Any,
-    stride_q_head: Any,
-    stride_k_token: Any,
-    stride_k_head: Any,
-    num_heads: Any,
-    num_kv_heads: Any,
-    eps: Any,
+    q: tl.tensor,
+    k: tl.tensor,
+    positions: tl.tensor,
+    cos_sin: tl.tensor,
+    q_norm: tl.tensor,
+    k_norm: tl.tensor,
+    stride_q_token: tl.tensor,
+    stride_q_head: tl.tensor,
+    stride_k_token: tl.tensor,
+    stride_k_head: tl.tensor,
+    num_heads: tl.tensor,
+    num_kv_heads: tl.tensor,
+    eps: tl.tensor,
     HAS_NORM: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
@@ -84,9 +82,10 @@ def _rope_kernel(
     heads = first + tl.arange(0, BLOCK_HEADS)
     mask = (heads < limit)[:, None] & in_half[None, :]
     where1 = x + heads[:, None] * stride_head + columns[None, :]
-    x1 = tl.load(where1, mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(where1 + HALF, mask=mask, other=0.0).to(tl.float32)
-    dtype = q.dtype.element_ty
+    x1 = tl.load(where1, mask=mask, other=0.0)
+    x2 = tl.load(where1 + HALF, mask=mask, other=0.0)
+    dtype = x1.dtype
+    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     if HAS_NORM:
         square = tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1)
         scale = (1.0 / tl.sqrt(square / (2 * HALF) + eps))[:, None]
@@ -98,8 +97,8 @@ def _rope_kernel(
     row = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF)
     cos = tl.load(row + columns, mask=in_half, other=0.0)[None, :]
     sin = tl.load(row + HALF + columns, mask=in_half, other=0.0)[None, :]
-    tl.store(where1, (x1 * cos - x2 * sin).to(dtype), mask=mask)
-    tl.store(where1 + HALF, (x2 * cos + x1 * sin).to(dtype), mask=mask)
+    tl.store(where1, x1 * cos - x2 * sin, mask=mask)
+    tl.store(where1 + HALF, x2 * cos + x1 * sin, mask=mask)
 
 
 def rope(
