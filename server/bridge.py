@@ -1,0 +1,224 @@
+"""The bridge: starts the engine process, carries messages, starts another when one dies.
+
+The engine is a child that holds one end of a Unix socket pair. Its end is the engine's end:
+whatever killed it, the socket closes, the process is reaped, the listener hears of it, and after
+a back-off the next engine is started. Who has to run again is not the bridge's business.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from hillstar.engine.config import EngineConfig
+from hillstar.engine.framing import (
+    FrameReader,
+    FramingError,
+    decode_from_engine,
+    encode_config,
+    encode_message,
+)
+from hillstar.engine.messages import Failed, Frame, FromEngine, Loading, Ready, Shutdown, ToEngine
+from hillstar.server.engineport import EngineListener
+
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "hillstar.engine.main")
+FIRST_DELAY_S = 0.1  # before a dead engine's successor; doubled while none becomes ready
+MAX_DELAY_S = 10.0
+CLOSE_TIMEOUT_S = 5.0  # for an engine to leave before it is killed
+MAX_LOG_LINE = 8192
+
+log = logging.getLogger(__name__)
+
+
+class Bridge:
+    """Owner of the engine process and the socket to it. Implements `engineport.Engine`."""
+
+    def __init__(self, config: EngineConfig, command: Sequence[str] = ENGINE_COMMAND) -> None:
+        """`command` gets `--fd N` appended."""
+        self._config = config
+        self._command = tuple(command)
+        self._listener: EngineListener | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._link: _Link | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._is_reading = True
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process id, while one lives."""
+        return self._process.pid if self._process is not None else None
+
+    async def start(self, listener: EngineListener) -> None:
+        self._listener = listener
+        self._task = asyncio.create_task(self._run(listener), name="engine bridge")
+
+    async def close(self) -> None:
+        """Ask the engine to leave, kill it when it does not."""
+        self._listener = None
+        if self._task is None:
+            return
+        if self._link is not None:
+            self._link.send(Shutdown())
+        process = self._process
+        if process is not None:
+            try:
+                await asyncio.wait_for(process.wait(), CLOSE_TIMEOUT_S)
+            except TimeoutError:
+                _kill(process)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def send(self, message: ToEngine) -> None:
+        if self._link is not None and self._link.is_ready:
+            self._link.send(message)
+
+    def pause_reading(self) -> None:
+        self._is_reading = False
+        if self._link is not None:
+            self._link.set_reading(False)
+
+    def resume_reading(self) -> None:
+        self._is_reading = True
+        if self._link is not None:
+            self._link.set_reading(True)
+
+    async def _run(self, listener: EngineListener) -> None:
+        """One engine after the other."""
+        delay_s = FIRST_DELAY_S
+        while self._listener is not None:
+            link, reason = await self._live(listener)
+            if self._listener is None:
+                return
+            log.error("the engine ended: %s", reason, extra={"engine_id": link.engine_id})
+            listener.engine_down(reason, was_up=link.is_ready)
+            delay_s = FIRST_DELAY_S if link.is_ready else min(2 * delay_s, MAX_DELAY_S)
+            await asyncio.sleep(delay_s)
+
+    async def _live(self, listener: EngineListener) -> "tuple[_Link, str]":
+        """One engine from its start to its end, and why it ended."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                "--fd",
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+            )
+        self._process = process
+        link = _Link(listener)
+        logs = asyncio.create_task(_log_lines(process), name="engine log")
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
+            self._link = link
+            link.set_reading(self._is_reading)
+            link.write(encode_config(self._config))
+            await link.closed
+            # The socket is the engine's life: without it, it can only be on its way out.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), CLOSE_TIMEOUT_S)
+        finally:
+            self._link = self._process = None
+            link.abort()
+            _kill(process)
+            code = await process.wait()
+            await asyncio.gather(logs, return_exceptions=True)
+        return link, link.failure or _describe_exit(code)
+
+
+class _Link(asyncio.Protocol):
+    """The socket to one engine: bytes to messages, messages to the listener."""
+
+    def __init__(self, listener: EngineListener) -> None:
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_ready = False
+        self.engine_id: str | None = None
+        self.failure: str | None = None
+        self._listener = listener
+        self._frames = FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._is_reading = True
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport), "a stream socket"
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for payload in self._frames.feed(data):
+                self._receive(decode_from_engine(payload))
+        except (FramingError, msgspec.DecodeError) as error:
+            self.failure = f"it sent what is no message: {error}"
+            self.abort()
+
+    def send(self, message: ToEngine) -> None:
+        self.write(encode_message(message))
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None and not self.closed.done():
+            self._transport.write(data)
+
+    def set_reading(self, is_reading: bool) -> None:
+        if self._transport is None or self.closed.done() or is_reading == self._is_reading:
+            return
+        self._is_reading = is_reading
+        if is_reading:
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case Frame():
+                if self.is_ready:
+                    self._listener.engine_frame(message)
+            case Ready():
+                self.is_ready = True
+                self.engine_id = message.engine_id
+                log.info("the engine is ready", extra={"engine_id": message.engine_id})
+                self._listener.engine_up(message)
+            case Loading():
+                self._listener.engine_loading(message.done, message.total)
+            case Failed():
+                self.failure = message.message
+
+
+async def _log_lines(process: asyncio.subprocess.Process) -> None:
+    """What the engine writes to stderr goes to our log, line by line."""
+    assert process.stderr is not None, "stderr is a pipe"
+    rest = b""
+    while data := await process.stderr.read(1 << 16):
+        *lines, rest = (rest + data).split(b"\n")
+        if len(rest) > MAX_LOG_LINE:
+            lines.append(rest)
+            rest = b""
+        for line in lines:
+            if line.strip():
+                log.info("engine: %s", line[:MAX_LOG_LINE].decode("utf-8", "replace").rstrip())
+    if rest.strip():
+        log.info("engine: %s", rest.decode("utf-8", "replace"))
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """End it now; it may be gone already."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
+
+def _describe_exit(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
