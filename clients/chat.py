@@ -120,8 +120,11 @@ class Chat:
                 if interrupted:
                     return
                 interrupted = True
-                self._say("Ctrl-C again leaves")
-            except (EOFError, Leave):
+                self._say("\nCtrl-C again leaves")
+            except EOFError:
+                self._say("")
+                return
+            except Leave:
                 return
 
     def take(self, line: str) -> None:

@@ -151,8 +151,8 @@ class Link:
             if "r" not in message and "stream_id" not in message:
                 self._notice(message)
             return
-        number = (message.get("hillstar") or {}).get("r")
-        if number is not None:
+        extra = message.get("hillstar")
+        if isinstance(extra, dict) and isinstance(number := extra.get("r"), int):
             self._numbers[number] = stream
         event = stream.take(message)
         if event is not None and not isinstance(event, Resumed):
@@ -164,10 +164,10 @@ class Link:
 
     async def _deliver_error(self, message: Mapping[str, Any]) -> None:
         """An error ends the stream of its lane; one without a lane, those not yet created."""
-        body = message.get("error")
-        if not isinstance(body, Mapping):
+        body, status = message.get("error"), message.get("status", 500)
+        if not isinstance(body, Mapping) or not isinstance(status, int):
             raise ProtocolError("an error frame without an error")
-        error = RequestRefused.from_body(int(message.get("status") or 500), body)
+        error = RequestRefused.from_body(status, body)
         lane = message.get("stream_id")
         streams = list(self._streams.values())
         concerned = [

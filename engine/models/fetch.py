@@ -62,6 +62,11 @@ def resolve_model(
     )
 
 
+def has_default_model(cache_dir: Path) -> bool:
+    """Whether the default model is ready in `cache_dir`, so that resolving it takes no time."""
+    return converted_folder(cache_dir, _SHA256).exists()
+
+
 def _default_folder(cache_dir: Path, progress: Progress | None) -> Path:
     folder = converted_folder(cache_dir, _SHA256)
     if folder.exists():

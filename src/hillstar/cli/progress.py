@@ -13,7 +13,7 @@ ReportProgress = Callable[[int, int], None]
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[ReportProgress]:
-    """A bar of bytes on standard error, shown from the first report to the end of the block."""
+    """A bar of bytes on standard error, shown from the first report to the last."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -26,10 +26,12 @@ def progress_bar(title: str) -> Iterator[ReportProgress]:
     task = bar.add_task(title, total=None, start=False)
 
     def show(done: int, total: int) -> None:
-        if not bar.live.is_started:
+        if not bar.live.is_started and done != total:
             bar.start()
             bar.start_task(task)
         bar.update(task, completed=done, total=total or None)
+        if done == total:
+            bar.stop()
 
     try:
         yield show
