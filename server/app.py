@@ -1,118 +1,142 @@
-"""The aiohttp application, and the server's life: start, ready, drain, gone."""
+"""The server process from start to end: what is opened when, and who is told that it leaves.
+
+Start: the data directory is locked and the journal opened; the engine begins to load in its own
+process; the port is opened (so that `/health/live` answers while weights load); once the engine
+is ready, so is `/health/ready`, and one line with the link is printed. Creates that come earlier
+wait for the engine.
+
+End: SIGTERM or SIGINT drains; a second one ends at once. SIGHUP reads the API keys again.
+"""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import signal
+import time
+from collections.abc import Callable
 
-from aiohttp import web
+import uvloop
 
-from hillstar.server import health, http
-from hillstar.server.connection import responses_socket
-from hillstar.server.echo import echo_socket
+from hillstar.engine.config import ConfigError, EngineConfig
+from hillstar.server.auth import KeyRing
+from hillstar.server.bridge import Bridge
+from hillstar.server.config import ServerConfig
 from hillstar.server.front import Front
-from hillstar.server.middleware import response_headers, typed_errors
-from hillstar.server.ports import Principal
+from hillstar.server.journal import Journal
+from hillstar.server.limits import SocketLimits
+from hillstar.server.listener import Server
+from hillstar.server.metrics import Metrics
 from hillstar.server.registry import Hub
+from hillstar.server.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-KEEPALIVE_S = 75.0  # of an idle HTTP connection
-BACKLOG = 1024
+POLL_S = 0.05  # between two looks at an engine that loads
 
-GuardedHandler = Callable[[Front, Principal, web.Request], Awaitable[web.StreamResponse]]
+OnLoading = Callable[[int, int], None]
 
 
-def build_app(front: Front) -> web.Application:
-    """Every route. `/health/*` needs no key; everything else passes through `guarded`."""
+class EngineFailed(RuntimeError):
+    """The engine could not start; the message says why."""
 
-    def guarded(handler: GuardedHandler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            return await handler(front, front.keys.authenticate(request.headers), request)
 
-        return handle
+def run_server(engine: EngineConfig, server: ServerConfig, *, on_loading: OnLoading) -> None:
+    """Serve until SIGTERM or SIGINT. `on_loading(done, total)` hears of bytes of weights.
 
-    async def live(request: web.Request) -> web.StreamResponse:
-        return health.live()
+    Raises ConfigError (the data directory is in use, a key file is malformed), OSError (the
+    address is taken), EngineFailed.
+    """
+    uvloop.run(serve(engine, server, on_loading=on_loading))
 
-    async def ready(request: web.Request) -> web.StreamResponse:
-        return health.ready(front)
 
-    app = web.Application(
-        client_max_size=front.config.max_frame_bytes, middlewares=[typed_errors(front.origins)]
+async def serve(engine: EngineConfig, server: ServerConfig, *, on_loading: OnLoading) -> None:
+    """The same inside a running event loop."""
+    keys = KeyRing(server.api_keys)
+    metrics = Metrics()
+    text = await asyncio.to_thread(Tokenizer, engine.model_dir)
+    journal = Journal(server.data_dir, durability=server.durability)
+    hub = Hub(
+        journal=journal,
+        engine=Bridge(engine),
+        text=text,
+        observer=metrics,
+        model_name=engine.model_name,
+        max_model_len=engine.max_model_len,
     )
-    app.on_response_prepare.append(response_headers(front.origins))
-    response = "/v1/responses/{response_id}"
-    conversation = "/v1/conversations/{conversation_id}"
-    app.add_routes(
-        [
-            web.get("/v1/responses", guarded(responses_socket), allow_head=False),
-            web.post("/v1/responses", guarded(http.create_response)),
-            web.get(response, guarded(http.get_response), allow_head=False),
-            web.delete(response, guarded(http.delete_response)),
-            web.post(f"{response}/cancel", guarded(http.cancel_response)),
-            web.get(f"{response}/input_items", guarded(http.list_input_items)),
-            web.post("/v1/conversations", guarded(http.create_conversation)),
-            web.get(conversation, guarded(http.get_conversation)),
-            web.delete(conversation, guarded(http.delete_conversation)),
-            web.get("/v1/models", guarded(http.list_models)),
-            web.get("/v1/models/{model:.+}", guarded(http.get_model)),
-            web.get("/metrics", guarded(health.metrics)),
-            web.get("/health/live", live),
-            web.get("/health/ready", ready),
-        ]
+    front = Front(
+        config=server,
+        model_name=engine.model_name,
+        hub=hub,
+        keys=keys,
+        metrics=metrics,
+        limits=SocketLimits(),
+        started_at=int(time.time()),
     )
-    if front.config.debug:
-        app.add_routes([web.get("/debug/echo", guarded(echo_socket), allow_head=False)])
-    return app
+    listener = Server(front)
+    signals = Signals(keys)
+    try:
+        await hub.start()
+        await listener.start()
+        await _until_told(hub, listener, signals, on_loading)
+    finally:
+        await listener.close()
+        await hub.close()
 
 
-class Server:
-    """A listening server around a Hub. `start`, then `drain` (or not), then `close`."""
-
-    def __init__(self, front: Front) -> None:
-        self._front = front
-        self._runner = web.AppRunner(
-            build_app(front),
-            handle_signals=False,
-            handler_cancellation=True,
-            access_log=None,
-            keepalive_timeout=KEEPALIVE_S,
-            shutdown_timeout=front.limits.close_timeout_s,
-        )
-        self._beats: asyncio.Task[None] | None = None
-        self.url = ""
-
-    async def start(self) -> None:
-        """Accept requests. Raises OSError where the address is taken."""
-        config = self._front.config
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, config.host, config.port, backlog=BACKLOG)
-        await site.start()
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        self.url = f"http://{host}:{self._runner.addresses[0][1]}"
-        self._beats = asyncio.create_task(self._front.beat_forever())
-
-    async def drain(self) -> None:
-        """Let running responses end or be parked, then tell everybody to reconnect."""
-        deadline_s = self._front.config.drain_timeout_s
-        self._front.announce_drain(deadline_s)
-        await self._front.hub.drain(deadline_s)
-        self._front.leave()
-
-    async def close(self) -> None:
-        """Close what is still connected and stop listening."""
-        self._front.leave()
-        if self._beats is not None:
-            self._beats.cancel()
-        await self._runner.cleanup()
-        self._front.close()
+async def _until_told(
+    hub: Hub, listener: Server, signals: "Signals", on_loading: OnLoading
+) -> None:
+    """Say when the server is ready; drain at the first signal, return at the second."""
+    ready = asyncio.create_task(wait_ready(hub, on_loading))
+    leaving = asyncio.create_task(signals.leave.wait())
+    await asyncio.wait({ready, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    if ready.done():
+        ready.result()
+        print(f"hillstar: ready at {listener.url}", flush=True)
+    await leaving
+    ready.cancel()
+    logger.info("draining")
+    draining = asyncio.create_task(listener.drain())
+    now = asyncio.create_task(signals.now.wait())
+    await asyncio.wait({draining, now}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (draining, now):
+        task.cancel()
+    await asyncio.gather(ready, draining, now, return_exceptions=True)
 
 
-async def wait_ready(hub: Hub, on_loading: Callable[[int, int], None]) -> None:
-    """Return once the engine takes work; `on_loading(done, total)` is told of the weights."""
+async def wait_ready(hub: Hub, on_loading: OnLoading) -> None:
+    """Return once the engine takes work. Raises EngineFailed where it cannot start."""
     seen = (0, 0)
     while (stats := hub.stats()).engine_state != "ready":
+        if stats.engine_state == "down":
+            raise EngineFailed(stats.engine_error or "the engine ended while it loaded")
         if stats.loading != seen:
             seen = stats.loading
             on_loading(*seen)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(POLL_S)
+
+
+class Signals:
+    """The process's signals as events of the loop."""
+
+    def __init__(self, keys: KeyRing) -> None:
+        """Installs the handlers."""
+        self._keys = keys
+        self.leave = asyncio.Event()
+        self.now = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+
+    def _end(self) -> None:
+        if self.leave.is_set():
+            self.now.set()
+        self.leave.set()
+
+    def _reload(self) -> None:
+        try:
+            self._keys.reload()
+        except ConfigError as error:
+            logger.error("the old API keys stay: %s", error)
+        else:
+            logger.info("API keys were read again")

@@ -16,7 +16,7 @@ from aiohttp import WSMsgType, web
 from hillstar.server.encode import encode, encode_error
 from hillstar.server.errors import ApiError, internal_error, server_draining
 from hillstar.server.events import Event, Notice, TextDelta
-from hillstar.server.followers import LaneFollower, LastEvent
+from hillstar.server.followers import LaneFollower, LastEvent, has_ended
 from hillstar.server.front import Front, forgive_cancellation
 from hillstar.server.lanes import Lanes
 from hillstar.server.outbox import Outbox
@@ -280,6 +280,9 @@ class Connection:
             follower=follower,
             scope=self,
         )
+        is_over = follower.response_id is None and has_ended(
+            await self._front.hub.get(self._principal, event.response_id)
+        )
         body = {
             "response_id": followed.response_id,
             "recovered": followed.recovered,
@@ -290,6 +293,8 @@ class Connection:
         if INCLUDE_SESSION in event.include:
             self._tell_session(follower, followed.conversation_id)
         follower.release()
+        if is_over:
+            follower.abandon()  # asked for what comes after the end
 
     async def _cancel(self, event: CancelEvent) -> None:
         is_followed = event.response_id in self._followers

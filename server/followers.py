@@ -1,7 +1,7 @@
 """What a socket hands to the Hub to be told of a response: one follower for each."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from hillstar.server.events import Event, Notice, TextDelta
 from hillstar.server.socket import SocketFrame
@@ -14,6 +14,11 @@ TERMINAL_TYPES = frozenset({"response.completed", "response.incomplete", "respon
 def is_terminal(event: AnyEvent) -> bool:
     """Whether it is the one event that ends its response."""
     return type(event) is Event and event.type in TERMINAL_TYPES
+
+
+def has_ended(response: Mapping[str, Any]) -> bool:
+    """Whether a response object is final."""
+    return response["status"] not in ("queued", "in_progress")
 
 
 class Target(Protocol):
@@ -41,7 +46,7 @@ class LaneFollower:
 
     def post(self, response_id: str, events: Sequence[AnyEvent]) -> None:
         """Of `ports.Follower`."""
-        if self._has_ended:
+        if self._has_ended or not events:
             return
         if self.response_id is None:
             self.response_id = response_id
@@ -54,7 +59,7 @@ class LaneFollower:
                 self._target.send_delta(self, event)
             else:
                 self._target.send_event(self, event)
-        if events and is_terminal(events[-1]):
+        if is_terminal(events[-1]):
             self.abandon()
 
     def hold(self) -> None:

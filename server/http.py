@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from hillstar.server import query
 from hillstar.server.errors import ApiError, invalid, server_draining
+from hillstar.server.followers import has_ended
 from hillstar.server.front import Front, forgive_cancellation, uninterrupted
 from hillstar.server.items import Message, parse_input
 from hillstar.server.ports import Principal
@@ -115,6 +116,8 @@ async def get_response(
                 scope=stream,
             )
         )
+        if not stream.has_posted and has_ended(await front.hub.get(principal, response_id)):
+            stream.finish()  # asked for what comes after the end
 
     return await stream_events(front, request, begin)
 

@@ -83,6 +83,11 @@ class EventStream:
         self._outbox.put(encode_sse_error(server_draining(), self._next_sequence_number))
         self._outbox.finish()
 
+    @property
+    def has_posted(self) -> bool:
+        """Whether anything of the response came yet."""
+        return self._next_sequence_number > 0
+
     def finish(self) -> None:
         """There is nothing more to come."""
         self._outbox.finish()

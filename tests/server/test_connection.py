@@ -184,6 +184,18 @@ async def test_resume_goes_on_after_the_number() -> None:
     assert {frame["stream_id"] for frame in tail} == {"again"}
 
 
+async def test_resume_after_the_end_frees_the_lane() -> None:
+    """A resume behind the terminal event is answered, and nothing more comes on that lane."""
+    async with fake_hub_server() as running, connect(running.socket_url, JSON) as client:
+        frames = await client.response(input="x")
+        response_id = frames[0]["response"]["id"]
+        last = frames[-1]["sequence_number"]
+        for _ in range(2):
+            await client.send("hillstar.resume", response_id=response_id, starting_after=last)
+            assert (await client.receive())["type"] == "hillstar.resumed"
+        assert text_of(await client.response(input="next")) == "next"
+
+
 async def test_resume_of_an_unknown_response_frees_the_lane() -> None:
     """A resume that fails is an error on its lane, which is free again."""
     async with fake_hub_server() as running, connect(running.socket_url, JSON) as client:

@@ -80,6 +80,7 @@ async def test_a_stream_is_the_events_in_order() -> None:
         path = f"/v1/responses/{events[0]['response']['id']}?stream=true"
         assert sse((await call("GET", path))[1]) == events
         assert sse((await call("GET", f"{path}&starting_after=4"))[1]) == events[5:]
+        assert sse((await call("GET", f"{path}&starting_after=999"))[1]) == []
 
 
 async def test_a_silent_stream_carries_comments() -> None:

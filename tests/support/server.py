@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from hillstar.server.app import Server
 from hillstar.server.auth import KeyRing
 from hillstar.server.config import ServerConfig
 from hillstar.server.front import Front
 from hillstar.server.limits import SocketLimits
+from hillstar.server.listener import Server
 from hillstar.server.metrics import Metrics
 from hillstar.server.registry import Hub
 from support.fake_hub import FakeHub

@@ -1,0 +1,53 @@
+"""The listening server: accept, drain, leave."""
+
+import asyncio
+
+from aiohttp import web
+
+from hillstar.server.front import Front
+from hillstar.server.routes import build_app
+
+KEEPALIVE_S = 75.0  # of an idle HTTP connection
+BACKLOG = 1024
+
+
+class Server:
+    """A listening server around a Hub. `start`, then `drain` (or not), then `close`."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._runner = web.AppRunner(
+            build_app(front),
+            handle_signals=False,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=KEEPALIVE_S,
+            shutdown_timeout=front.limits.close_timeout_s,
+        )
+        self._beats: asyncio.Task[None] | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        """Accept requests. Raises OSError where the address is taken."""
+        config = self._front.config
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, config.host, config.port, backlog=BACKLOG)
+        await site.start()
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self.url = f"http://{host}:{self._runner.addresses[0][1]}"
+        self._beats = asyncio.create_task(self._front.beat_forever())
+
+    async def drain(self) -> None:
+        """Let running responses end or be parked, then tell everybody to reconnect."""
+        deadline_s = self._front.config.drain_timeout_s
+        self._front.announce_drain(deadline_s)
+        await self._front.hub.drain(deadline_s)
+        self._front.leave()
+
+    async def close(self) -> None:
+        """Close what is still connected and stop listening."""
+        self._front.leave()
+        if self._beats is not None:
+            self._beats.cancel()
+        await self._runner.cleanup()
+        self._front.close()
