@@ -11,6 +11,7 @@ import logging
 import socket
 import sys
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 
@@ -146,8 +147,7 @@ class _Link(asyncio.Protocol):
         self._is_reading = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), "a stream socket"
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.closed.done():
