@@ -19,6 +19,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         budget=st.integers(8, 40),
         eager=st.booleans(),
+        hopeful=st.booleans(),
         eos_probability=st.sampled_from([0.0, 0.05, 0.3]),
     )
     def build(
@@ -27,6 +28,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         eager: bool,
+        hopeful: bool,
         eos_probability: float,
     ) -> None:
         self.bench = EngineBench(
@@ -39,6 +41,8 @@ class EngineMachine(RuleBasedStateMachine):
             model=FakeModel(vocab_size=6, eos_probability=eos_probability),
             eager=eager,
         )
+        if hopeful:
+            self.bench.teach_short_outputs()
         self.count = 0
         self.cancelled: set[str] = set()
         self.parked: set[str] = set()

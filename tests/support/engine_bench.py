@@ -119,6 +119,16 @@ class EngineBench:
                 return num_steps
         raise AssertionError(f"not idle after {max_steps} steps")
 
+    def teach_short_outputs(self) -> None:
+        """Let the scheduler learn that outputs are short, so that it admits far too many."""
+        for number in range(60):
+            self.tell(submit(f"lesson{number}", [1], max_tokens=1, ignore_eos=True))
+            self.run()
+        self.submits.clear()
+        self.tokens.clear()
+        self.finishes.clear()
+        self.plans.clear()
+
     def expected(self, sequence_id: str) -> list[int]:
         """The whole output of a sequence that nobody cancels, by the oracle."""
         message = self.submits[sequence_id]
