@@ -79,7 +79,8 @@ class Journal:
         """Store what is queued (what cannot be stored now is given up) and close the files."""
         self._closed = True
         self._queue.put(None)
-        await asyncio.to_thread(self._thread.join)
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._reader.shutdown)
         await asyncio.to_thread(self._checkpointer.shutdown)
         for db in (self._checkpoint_db, self._reader_db, self._db):
