@@ -18,7 +18,7 @@ from support.wait import until
 class Client:
     """Requests against one running server."""
 
-    def __init__(self, running: Running, session: aiohttp.ClientSession) -> None:
+    def __init__(self, running: Running[Any], session: aiohttp.ClientSession) -> None:
         self._url = running.url
         self._session = session
 
