@@ -90,10 +90,10 @@ class FrameReader:
 def _encode_path(value: object) -> str:
     if isinstance(value, Path):
         return str(value)
-    raise NotImplementedError(f"cannot encode {type(value).__name__}")
+    raise TypeError(f"cannot encode {type(value).__name__}")
 
 
 def _decode_path(kind: type, value: object) -> object:
     if kind is Path and isinstance(value, str):
         return Path(value)
-    raise NotImplementedError(f"cannot decode {kind}")
+    raise TypeError(f"{value!r} is no {kind.__name__}")
