@@ -190,8 +190,10 @@ def test_kv_memory_is_a_share_of_what_is_free_and_no_more_than_can_be_used(
     tmp_path: Path,
 ) -> None:
     """A part of the memory beside the weights, capped by what all sequences together need."""
-    engine = engine_config(serve_settings(), a_model(tmp_path, 10 * GiB))
-    assert engine.kv_memory_bytes == 4 * GiB
+    engine = engine_config(serve_settings(), a_model(tmp_path, 8 * GiB))
+    assert engine.kv_memory_bytes == 2 * GiB
+    much = engine_config(serve_settings(), a_model(tmp_path, 800 * GiB))
+    assert much.kv_memory_bytes == 4 * GiB
     few = serve_settings("--max-num-seqs", "1", "--max-model-len", "1024")
     assert engine_config(few, a_model(tmp_path)).kv_memory_bytes == 1024 * 131072
     assert "32,768 tokens in 2,048 blocks" in describe(engine, a_model(tmp_path))

@@ -17,7 +17,8 @@ from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.errors import ModelError
 from hillstar.engine.models.size import DTYPE_BYTES, KVGroup, kv_groups
 
-_CPU_SHARE = 0.4  # of the RAM left beside the weights: the machine has other work
+_CPU_SHARE = 0.25  # of the RAM left beside the weights: the machine has other work
+_CPU_MOST = 4 << 30  # bytes; more is for those who ask for it
 _GPU_SHARE = 0.85  # of the memory left beside the weights: activations need the rest
 _MIN_TOKENS = 1024  # a smaller pool serves nobody
 
@@ -54,8 +55,11 @@ class PreparedModel:
             return int(settings["kv_blocks"]) * group.bytes_per_block
         if settings["kv_memory"]:
             return int(settings["kv_memory"])
-        share = _GPU_SHARE if self.device == "cuda" else _CPU_SHARE
-        given = int((self.free_bytes - self.weight_bytes) * share)
+        left = self.free_bytes - self.weight_bytes
+        if self.device == "cuda":
+            given = int(left * _GPU_SHARE)
+        else:
+            given = min(int(left * _CPU_SHARE), _CPU_MOST)
         if given < _MIN_TOKENS * group.bytes_per_token:
             raise CommandError(
                 f"kv-memory: {values.format_bytes(self.free_bytes)} are free, which is too little"
