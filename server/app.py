@@ -80,6 +80,7 @@ async def serve(engine: EngineConfig, server: ServerConfig, *, on_loading: OnLoa
     finally:
         await listener.close()
         await hub.close()
+        signals.close()
 
 
 async def _until_told(
@@ -123,10 +124,15 @@ class Signals:
         self._keys = keys
         self.leave = asyncio.Event()
         self.now = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._end)
-        loop.add_signal_handler(signal.SIGHUP, self._reload)
+            self._loop.add_signal_handler(number, self._end)
+        self._loop.add_signal_handler(signal.SIGHUP, self._reload)
+
+    def close(self) -> None:
+        """Remove the handlers."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            self._loop.remove_signal_handler(number)
 
     def _end(self) -> None:
         if self.leave.is_set():
