@@ -196,7 +196,7 @@ def test_kv_memory_is_a_share_of_what_is_free_and_no_more_than_can_be_used(
     assert much.kv_memory_bytes == 4 * GiB
     few = serve_settings("--max-num-seqs", "1", "--max-model-len", "1024")
     assert engine_config(few, a_model(tmp_path)).kv_memory_bytes == 1024 * 131072
-    assert "32,768 tokens in 2,048 blocks" in describe(engine, a_model(tmp_path))
+    assert "16,384 tokens in 1,024 blocks" in describe(engine, a_model(tmp_path))
 
 
 def test_both_kv_sizes_at_once_are_refused(tmp_path: Path) -> None:
