@@ -6,8 +6,8 @@ go one by one, in pieces of queries. Both read keys and values through torch's f
 which never materialises scores. `kernels/paged_attention.py` is the GPU's counterpart.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,60 +17,49 @@ from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.plan import Batch
 
 _MAX_GROUP_BYTES = 2 << 20
-"""Keys and values gathered for one call; beyond the L2 cache, gather and read cost twice
-(bench/cpu_engine.py on a Sapphire Rapids core, 2026-11-29)."""
+"""Keys and values gathered for one call; beyond the L2 cache, gathering and attending take twice
+as long (a 2 MiB L2, 2026-11-29)."""
 
 _PIECE = 512  # queries a call while prefilling at an offset: bounds the work on masked keys
 
-Mix = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""`mix(layer, qkv, out)`: attention of some of the batch's tokens, written to `out`."""
-
 
 class PagedAttention:
-    """The attention of one step, for all layers: what they share is prepared here once.
-
-    The cache is read as rows of one block and one head, `[-1, block_size * head_dim]`, and
-    written as rows of one token and one head, `[-1, head_dim]`; rows of layer i lie
-    i * 2 * num_kv_heads further than those of layer 0, so that indices are made once a step.
+    """Attention over one cache. The cache is read as rows of one block and one head, and written
+    as rows of one token and one head; each layer has its view, so that the same indices serve
+    all layers of a step.
     """
 
-    def __init__(
-        self, batch: Batch, cache: KVCache, num_heads: int, sliding_window: int | None
-    ) -> None:
-        self._layout = layout = _Layout.of(cache, num_heads)
-        self._token_rows = cache.pool.view(-1, layout.head_dim)
-        blocks, offsets = np.divmod(batch.slot_mapping, layout.block_size)
-        first = blocks * (layout.block_stride * layout.block_size) + offsets
-        heads = np.arange(2 * layout.num_kv_heads) * layout.block_size
-        self._store_index = torch.from_numpy(first[:, None] + heads)
-        self._mixes = _plan(batch, cache, layout, sliding_window)
+    def __init__(self, cache: KVCache, num_heads: int, sliding_window: int | None) -> None:
+        _, num_layers, _, num_kv_heads, block_size, head_dim = cache.pool.shape
+        self._layout = _Layout(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            block_stride=num_layers * 2 * num_kv_heads,
+            dtype=cache.pool.dtype,
+            window=sliding_window or 1 << 30,
+        )
+        blocks = cache.pool.view(-1, block_size * head_dim)
+        tokens = cache.pool.view(-1, head_dim)
+        firsts = range(0, num_layers * 2 * num_kv_heads, 2 * num_kv_heads)
+        self._block_rows = tuple(blocks[first:] for first in firsts)
+        self._token_rows = tuple(tokens[first * block_size :] for first in firsts)
 
-    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Store the keys and values of `qkv`, then attend: `[T, num_heads * head_dim]`.
-
-        qkv: `[T, num_heads + 2 * num_kv_heads, head_dim]`, queries and keys rotated.
-        """
-        layout = self._layout
-        rows = self._token_rows[layer * 2 * layout.num_kv_heads * layout.block_size :]
-        rows.index_put_((self._store_index,), qkv[:, layout.num_heads :])
-        out = qkv.new_empty(len(qkv), layout.num_heads * layout.head_dim)
-        for mix in self._mixes:
-            mix(layer, qkv, out)
-        return out
+    def step(self, batch: Batch) -> "StepAttention":
+        """Prepare what the layers of one step share: indices, masks, buffers."""
+        return StepAttention(batch, self._layout, self._block_rows, self._token_rows)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
     num_heads: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     block_stride: int  # rows of (block, head) from one block to the next
-
-    @staticmethod
-    def of(cache: KVCache, num_heads: int) -> "_Layout":
-        _, num_layers, _, num_kv_heads, block_size, head_dim = cache.pool.shape
-        return _Layout(num_heads, num_kv_heads, head_dim, block_size, num_layers * 2 * num_kv_heads)
+    dtype: torch.dtype
+    window: int  # tokens that a token sees, itself included
 
     @property
     def grouped(self) -> tuple[int, int, int]:
@@ -78,29 +67,69 @@ class _Layout:
         return self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim
 
 
-def _plan(batch: Batch, cache: KVCache, layout: _Layout, sliding_window: int | None) -> list[Mix]:
-    """Split the batch's rows into calls."""
+class _Mix(Protocol):
+    """The attention of some of the batch's tokens."""
+
+    tokens: slice | torch.Tensor  # which ones
+
+    def __call__(self, block_rows: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        """qkv: of these tokens. Returns `[n, num_heads * head_dim]`."""
+        ...
+
+
+class StepAttention:
+    """The attention of one step, for each layer in turn."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        layout: _Layout,
+        block_rows: tuple[torch.Tensor, ...],
+        token_rows: tuple[torch.Tensor, ...],
+    ) -> None:
+        self._num_heads = layout.num_heads
+        self._block_rows = block_rows
+        self._token_rows = token_rows
+        blocks, offsets = np.divmod(batch.slot_mapping, layout.block_size)
+        first = blocks * (layout.block_stride * layout.block_size) + offsets
+        heads = np.arange(2 * layout.num_kv_heads) * layout.block_size
+        self._stored = (torch.from_numpy(first[:, None] + heads),)
+        self._mixes = _split(batch, layout)
+
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Store the keys and values of `qkv`, then attend: `[T, num_heads * head_dim]`.
+
+        qkv: `[T, num_heads + 2 * num_kv_heads, head_dim]`, queries and keys rotated.
+        """
+        self._token_rows[layer].index_put_(self._stored, qkv[:, self._num_heads :])
+        block_rows = self._block_rows[layer]
+        if len(self._mixes) == 1:
+            return self._mixes[0](block_rows, qkv)
+        out = qkv.new_empty(len(qkv), self._num_heads * qkv.shape[2])
+        for mix in self._mixes:
+            out[mix.tokens] = mix(block_rows, qkv[mix.tokens])
+        return out
+
+
+def _split(batch: Batch, layout: _Layout) -> list[_Mix]:
+    """Share the batch's tokens out to calls."""
     counts = np.diff(batch.cu_seqlens_q)
     starts = batch.context_lens - counts
-    window = sliding_window or int(batch.context_lens.max()) + 1
-    first_blocks = np.maximum(starts - window + 1, 0) // layout.block_size
-    mixes: list[Mix] = [
-        _Prefill(batch, int(row), int(first_blocks[row]), window, cache, layout)
+    first_blocks = np.maximum(starts - layout.window + 1, 0) // layout.block_size
+    sizes = -(-batch.context_lens // layout.block_size) - first_blocks
+    mixes: list[_Mix] = [
+        _Prefill(batch, int(row), int(first_blocks[row]), layout)
         for row in np.flatnonzero(counts > 1)
     ]
-    ends = -(-batch.context_lens // layout.block_size)
-    sizes = ends - first_blocks
-    for rows in _groups(np.flatnonzero(counts == 1), sizes, cache, layout):
-        mixes.append(_Decode(batch, rows, first_blocks[rows], sizes[rows], window, cache, layout))
+    for rows in _groups(np.flatnonzero(counts == 1), sizes, layout):
+        mixes.append(_Decode(batch, rows, first_blocks[rows], sizes[rows], layout))
     return mixes
 
 
-def _groups(
-    rows: np.ndarray, sizes: np.ndarray, cache: KVCache, layout: _Layout
-) -> list[np.ndarray]:
+def _groups(rows: np.ndarray, sizes: np.ndarray, layout: _Layout) -> list[np.ndarray]:
     """Rows of similar size together, each group padded within `_MAX_GROUP_BYTES`."""
     block_bytes = 2 * layout.num_kv_heads * layout.block_size * layout.head_dim
-    most_blocks = _MAX_GROUP_BYTES // (block_bytes * cache.pool.element_size())
+    most_blocks = _MAX_GROUP_BYTES // (block_bytes * layout.dtype.itemsize)
     by_size = rows[np.argsort(-sizes[rows], kind="stable")]
     groups: list[np.ndarray] = []
     begin = 0
@@ -127,19 +156,18 @@ def _block_rows(tables: np.ndarray, layout: _Layout) -> torch.Tensor:
 class _Gather:
     """Keys and values of some rows' blocks, laid out side by side."""
 
-    def __init__(self, tables: np.ndarray, cache: KVCache, layout: _Layout) -> None:
-        self._block_rows = cache.pool.view(-1, layout.block_size * layout.head_dim)
+    def __init__(self, tables: np.ndarray, layout: _Layout) -> None:
         self._index = _block_rows(tables, layout)
-        self._heads = 2 * layout.num_kv_heads
         num_rows, num_blocks = tables.shape
-        shape = (2, num_rows, layout.num_kv_heads, num_blocks * layout.block_size, layout.head_dim)
-        self._out = cache.pool.new_empty(len(self._index), self._block_rows.shape[1])
+        num_keys = num_blocks * layout.block_size
+        row_elems = layout.block_size * layout.head_dim
+        self._out = torch.empty(len(self._index), row_elems, dtype=layout.dtype)
+        shape = (2, num_rows, layout.num_kv_heads, num_keys, layout.head_dim)
         self._keys, self._values = self._out.view(shape).unbind(0)
 
-    def __call__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, block_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both `[R, num_kv_heads, num_blocks * block_size, head_dim]`, until the next call."""
-        rows = self._block_rows[layer * self._heads :]
-        torch.index_select(rows, 0, self._index, out=self._out)
+        torch.index_select(block_rows, 0, self._index, out=self._out)
         return self._keys, self._values
 
 
@@ -152,86 +180,73 @@ class _Decode:
         rows: np.ndarray,
         first_blocks: np.ndarray,
         sizes: np.ndarray,
-        window: int,
-        cache: KVCache,
         layout: _Layout,
     ) -> None:
         self._layout = layout
-        tokens = batch.cu_seqlens_q[rows].astype(np.int64)
-        is_all = len(tokens) == len(batch.token_ids)
-        self._tokens = None if is_all else torch.from_numpy(tokens)
+        self.tokens: slice | torch.Tensor = torch.from_numpy(
+            batch.cu_seqlens_q[rows].astype(np.int64)
+        )
         # A short row's padding repeats its own last block, so no row reads another's memory.
         columns = np.minimum(np.arange(sizes.max()), sizes[:, None] - 1) + first_blocks[:, None]
-        self._gather = _Gather(batch.block_tables[rows[:, None], columns], cache, layout)
+        self._gather = _Gather(batch.block_tables[rows[:, None], columns], layout)
         ends = batch.context_lens[rows] - first_blocks * layout.block_size
-        begins = np.maximum(ends - window, 0)
-        self._mask: torch.Tensor | None = None
-        self._keys = slice(int(begins[0]), int(ends[0]))
-        if len(rows) > 1:
-            self._keys = slice(None)
-            keys = np.arange(int(sizes.max()) * layout.block_size)
-            hidden = (keys < begins[:, None]) | (keys >= ends[:, None])
-            mask = cache.pool.new_zeros(hidden.shape)
-            mask.masked_fill_(torch.from_numpy(hidden), -torch.inf)
-            self._mask = mask[:, None, None]
+        begins = np.maximum(ends - layout.window, 0)
+        if len(rows) == 1:
+            self._seen = slice(int(begins[0]), int(ends[0]))
+            self._mask = None
+        else:
+            self._seen = slice(None)
+            self._mask = _mask(begins, ends, int(sizes.max()) * layout.block_size, layout.dtype)
 
-    def __call__(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-        layout = self._layout
-        keys, values = self._gather(layer)
-        queries = qkv if self._tokens is None else qkv.index_select(0, self._tokens)
-        attended = F.scaled_dot_product_attention(
-            queries[:, : layout.num_heads].view(-1, *layout.grouped),
-            keys[:, :, self._keys],
-            values[:, :, self._keys],
+    def __call__(self, block_rows: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        keys, values = self._gather(block_rows)
+        return F.scaled_dot_product_attention(
+            qkv[:, : self._layout.num_heads].view(-1, *self._layout.grouped),
+            keys[:, :, self._seen],
+            values[:, :, self._seen],
             attn_mask=self._mask,
         ).flatten(1)
-        if self._tokens is None:
-            out.copy_(attended)
-        else:
-            out.index_copy_(0, self._tokens, attended)
+
+
+def _mask(begins: np.ndarray, ends: np.ndarray, num_keys: int, dtype: torch.dtype) -> torch.Tensor:
+    """`[R, 1, 1, num_keys]`: 0 for keys from begin up to end, minus infinity for the others."""
+    keys = np.arange(num_keys)
+    hidden = torch.from_numpy((keys < begins[:, None]) | (keys >= ends[:, None]))
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
 
 
 class _Prefill:
     """A row that feeds several tokens; they see what came before and themselves, causally."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        row: int,
-        first_block: int,
-        window: int,
-        cache: KVCache,
-        layout: _Layout,
-    ) -> None:
+    def __init__(self, batch: Batch, row: int, first_block: int, layout: _Layout) -> None:
         self._layout = layout
-        self._begin, self._end = (int(i) for i in batch.cu_seqlens_q[row : row + 2])
+        begin, end = (int(i) for i in batch.cu_seqlens_q[row : row + 2])
+        self.tokens: slice | torch.Tensor = slice(begin, end)
         self._context = context = int(batch.context_lens[row])
-        self._start = context - (self._end - self._begin)
-        self._window = window
+        self._start = context - (end - begin)
         self._first_key = first_block * layout.block_size
-        self._is_whole = self._start == 0 and context <= window
+        self._is_whole = self._start == 0 and context <= layout.window
         if not self._is_whole:
-            table = batch.block_tables[
-                row : row + 1, first_block : -(-context // layout.block_size)
-            ]
-            self._gather = _Gather(table, cache, layout)
+            last_block = -(-context // layout.block_size)
+            self._gather = _Gather(batch.block_tables[row, None, first_block:last_block], layout)
             # Visible distances to the last key of a piece: [0, window), as keys count up.
-            self._visible = cache.pool.new_full((context + _PIECE,), -torch.inf)
-            self._visible[max(0, context - window) : context] = 0
+            self._visible = torch.full((context + _PIECE,), -torch.inf, dtype=layout.dtype)
+            self._visible[max(0, context - layout.window) : context] = 0
 
-    def __call__(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-        layout = self._layout
-        tokens = qkv[self._begin : self._end]
-        queries = tokens[:, : layout.num_heads].view(-1, *layout.grouped).permute(1, 2, 0, 3)
-        target = out[self._begin : self._end].view(-1, *layout.grouped).permute(1, 2, 0, 3)
+    def __call__(self, block_rows: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        num_heads, grouped = self._layout.num_heads, self._layout.grouped
+        queries = qkv[:, :num_heads].view(-1, *grouped).permute(1, 2, 0, 3)
         if self._is_whole:
-            keys, values = tokens[:, layout.num_heads :].permute(1, 0, 2).chunk(2)
-            target.copy_(_attend(queries, keys, values, is_causal=True))
-            return
-        keys, values = (x[0] for x in self._gather(layer))
-        for begin in range(0, queries.shape[2], _PIECE):
-            piece = slice(begin, begin + _PIECE)
-            target[:, :, piece] = self._piece(queries[:, :, piece], begin, keys, values)
+            keys, values = qkv[:, num_heads:].permute(1, 0, 2).chunk(2)
+            attended = _attend(queries, keys, values, is_causal=True)
+        else:
+            keys, values = (x[0] for x in self._gather(block_rows))
+            pieces = [
+                self._piece(queries[:, :, begin : begin + _PIECE], begin, keys, values)
+                for begin in range(0, len(qkv), _PIECE)
+            ]
+            attended = torch.cat(pieces, dim=2)
+        return attended.permute(2, 0, 1, 3).flatten(1)
 
     def _piece(
         self, queries: torch.Tensor, begin: int, keys: torch.Tensor, values: torch.Tensor
@@ -244,7 +259,7 @@ class _Prefill:
         num_queries = queries.shape[2]
         position = self._start + begin
         end = position + num_queries
-        first = max(position - self._window + 1, self._first_key)
+        first = max(position - self._layout.window + 1, self._first_key)
         used = slice(first - self._first_key, end - self._first_key)
         mask = self._visible[self._context - end + first :].as_strided(
             (num_queries, end - first), (1, 1)

@@ -43,7 +43,7 @@ class TorchRunner:
             dtype=weights.embedding.dtype,
             max_position=max_position or config.max_position_embeddings,
         )
-        self._decoder = Decoder(config, weights, ops)
+        self._decoder = Decoder(config, weights, cache, ops)
         self._sampler = Sampler(
             vocab_size=config.vocab_size,
             max_num_seqs=max_num_seqs,
@@ -75,7 +75,7 @@ class TorchRunner:
         sampled = None
         if len(last) < len(batch.token_ids):
             sampled = self._on_device(last.astype(np.int64) - 1)
-        logits = self._decoder.forward(token_ids, sampled, batch, self._cache)
+        logits = self._decoder.forward(token_ids, sampled, batch)
         if not len(last):
             return Sampled(torch.empty(0, dtype=torch.int64, device=self._device))
         rows = batch.rows[batch.sample_rows]

@@ -12,37 +12,36 @@ import torch.nn.functional as F
 
 from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.models.config import ModelConfig
-from hillstar.engine.models.ops import Linear, Ops
+from hillstar.engine.models.ops import HeadNorms, Linear, Norm, Ops
 from hillstar.engine.models.weights import LayerWeights, Weights
 from hillstar.engine.plan import Batch
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer with its matrices prepared for the device."""
+    """One layer, prepared for the device."""
 
-    input_norm: torch.Tensor
     qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    head_norms: HeadNorms | None
     o: Linear
-    post_norm: torch.Tensor
+    post_norm: Norm
     gate_up: Linear
     down: Linear
-    next_norm: torch.Tensor  # of the next layer's input; of the last layer, the model's own
+    next_norm: Norm  # of the next layer's input; of the last layer, the model's own
 
     @staticmethod
     def prepare(weights: LayerWeights, next_norm: torch.Tensor, ops: Ops) -> "_Layer":
+        head_norms = None
+        if weights.q_norm is not None and weights.k_norm is not None:
+            head_norms = HeadNorms(weights.q_norm, weights.k_norm)
         return _Layer(
-            input_norm=weights.input_norm,
             qkv=ops.linear(weights.qkv, weights.qkv_bias),
-            q_norm=weights.q_norm,
-            k_norm=weights.k_norm,
+            head_norms=head_norms,
             o=ops.linear(weights.o),
-            post_norm=weights.post_norm,
+            post_norm=ops.norm(weights.post_norm),
             gate_up=ops.linear(weights.gate_up),
             down=ops.linear(weights.down),
-            next_norm=next_norm,
+            next_norm=ops.norm(next_norm),
         )
 
 
@@ -52,37 +51,38 @@ class Decoder:
     Immutable after construction: the state of sequences is in the cache and the batch.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
-        self._config = config
-        self._ops = ops
+    def __init__(self, config: ModelConfig, weights: Weights, cache: KVCache, ops: Ops) -> None:
+        self._head_dim = config.head_dim
+        self._swiglu = ops.swiglu
         self._embedding = weights.embedding
+        self._first_norm = ops.norm(weights.layers[0].input_norm)
         next_norms = (*(layer.input_norm for layer in weights.layers[1:]), weights.norm)
         self._layers = tuple(
             _Layer.prepare(layer, next_norm, ops)
             for layer, next_norm in zip(weights.layers, next_norms, strict=True)
         )
-        self._norm = weights.norm
         self._lm_head = ops.linear(weights.lm_head)
+        self._attention = ops.attention(cache)
 
     def forward(
-        self, token_ids: torch.Tensor, sampled: torch.Tensor | None, batch: Batch, cache: KVCache
+        self, token_ids: torch.Tensor, sampled: torch.Tensor | None, batch: Batch
     ) -> torch.Tensor:
         """Logits of the tokens that are sampled from: float32 `[S, vocab]`.
 
         token_ids: int64 `[T]`, as fed (no -1). sampled: int64 `[S]`, indices of those tokens;
         None: all of them.
         """
-        ops, config = self._ops, self._config
-        attend = ops.attention(batch, cache)
+        attend = self._attention(batch)
         hidden = F.embedding(token_ids, self._embedding)
-        normed = ops.rms_norm(hidden, self._layers[0].input_norm)
+        normed = self._first_norm(hidden)
+        last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(normed).view(len(normed), -1, config.head_dim)
-            attended = attend(index, qkv, layer.q_norm, layer.k_norm)
-            if layer.next_norm is self._norm and sampled is not None:
+            qkv = layer.qkv(normed).reshape(len(token_ids), -1, self._head_dim)
+            attended = attend(index, qkv, layer.head_norms)
+            if index == last and sampled is not None:
                 # From here on every token is on its own: only sampled ones matter.
                 attended, hidden = attended[sampled], hidden[sampled]
-            normed, hidden = ops.add_rms_norm(hidden, layer.o(attended), layer.post_norm)
-            mixed = layer.down(ops.swiglu(layer.gate_up(normed)))
-            normed, hidden = ops.add_rms_norm(hidden, mixed, layer.next_norm)
-        return self._lm_head(normed).float()
+            normed, hidden = layer.post_norm.add(hidden, layer.o(attended))
+            mixed = layer.down(self._swiglu(layer.gate_up(normed)))
+            normed, hidden = layer.next_norm.add(hidden, mixed)
+        return self._lm_head(normed).to(torch.float32, memory_format=torch.contiguous_format)

@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,6 +18,14 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 layout that the device multiplies fastest."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights `[head_dim]` of an RMSNorm over each head of the queries and of the keys."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+
+
 class Attend(Protocol):
     """The attention of one step, for each layer in turn."""
 
@@ -24,39 +33,42 @@ class Attend(Protocol):
         self,
         layer: int,
         qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
+        head_norms: HeadNorms | None,
     ) -> torch.Tensor:
         """Norm and rotate queries and keys, store keys and values in the cache, and attend.
 
-        qkv: `[T, num_heads + 2 * num_kv_heads, head_dim]`, overwritten. q_norm, k_norm:
-        `[head_dim]`, weights of an RMSNorm over each head, or None. Returns
+        qkv: `[T, num_heads + 2 * num_kv_heads, head_dim]`, overwritten. Returns
         `[T, num_heads * head_dim]`.
         """
         ...
 
 
+class Norm(Protocol):
+    """RMSNorm with its weight: x / sqrt(mean(x^2) + eps) * weight over the last dimension
+    (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def add(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of residual + x, and residual + x; may overwrite `residual`."""
+        ...
+
+
 class Ops(Protocol):
-    """Operations on tensors of one device and one dtype."""
+    """Operations on tensors of one device and one dtype. The first three prepare what a model
+    uses at every step, once."""
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """Prepare `weight` `[out_features, in_features]` once, at construction."""
+        """weight: `[out_features, in_features]`."""
         ...
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467)."""
-        ...
+    def norm(self, weight: torch.Tensor) -> Norm: ...
 
-    def add_rms_norm(
-        self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rms_norm(residual + x), residual + x); may overwrite `residual`."""
+    def attention(self, cache: KVCache) -> Callable[[Batch], Attend]:
+        """Attention over a cache; called with a batch, it prepares what the layers of a step
+        share: positions, slots, block tables."""
         ...
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`[T, 2 * n]` -> `[T, n]`: silu(gate) * up, gate columns first (arXiv 2002.05202)."""
-        ...
-
-    def attention(self, batch: Batch, cache: KVCache) -> Attend:
-        """Everything that the layers of one step share: positions, slots, block tables."""
         ...
