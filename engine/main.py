@@ -9,7 +9,6 @@ import argparse
 import gc
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -19,19 +18,14 @@ from collections.abc import Callable
 import torch
 from setproctitle import setproctitle
 
-from hillstar.engine.batch import BatchBuilder
+from hillstar.engine.assembly import Engine, assemble
 from hillstar.engine.channel import ChannelClosed, SocketChannel
 from hillstar.engine.config import EngineConfig
 from hillstar.engine.framing import decode_config
-from hillstar.engine.intake import Intake
-from hillstar.engine.kv.cache import KVCache, num_blocks_for
-from hillstar.engine.kv.manager import BlockManager
-from hillstar.engine.loop import FLUSH_S, EngineLoop
-from hillstar.engine.messages import Failed, Loading, Ready
+from hillstar.engine.loop import FLUSH_S
+from hillstar.engine.messages import Failed, Loading
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.load import load_weights
-from hillstar.engine.runner import TorchRunner
-from hillstar.engine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 def _serve(channel: SocketChannel) -> int:
     try:
         config = decode_config(channel.receive_payload(CONFIG_TIMEOUT_S))
-        loop, ready = _start(config, channel)
+        engine = _start(config, channel)
     except ChannelClosed:
         raise
     except Exception as error:
@@ -73,74 +67,24 @@ def _serve(channel: SocketChannel) -> int:
     signal.signal(signal.SIGTERM, lambda *_: channel.stop_receiving())
     gc.collect()
     gc.freeze()  # what is loaded stays: the collector need not look at it in the middle of a step
-    channel.send(ready)
-    loop.run()
+    channel.send(engine.ready)
+    engine.loop.run()
     return 0
 
 
-def _start(config: EngineConfig, channel: SocketChannel) -> tuple[EngineLoop, Ready]:
-    """Load the model, size the cache and put the parts together."""
+def _start(config: EngineConfig, channel: SocketChannel) -> Engine:
+    """Load the model and put the parts together."""
     if config.device == "cpu":
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    dtype: torch.dtype = getattr(torch, config.dtype)
     model = ModelConfig.from_dir(config.model_dir)
     weights = load_weights(
-        config.model_dir, model, dtype=dtype, device=config.device, progress=_progress(channel)
-    )
-    num_blocks = config.num_blocks
-    if num_blocks is None:
-        assert config.kv_memory_bytes is not None, "a configuration has one of the two"
-        num_blocks = num_blocks_for(model, dtype, config.block_size, config.kv_memory_bytes)
-    cache = KVCache(
+        config.model_dir,
         model,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        dtype=dtype,
+        dtype=getattr(torch, config.dtype),
         device=config.device,
+        progress=_progress(channel),
     )
-    max_model_len = min(config.max_model_len, model.max_position_embeddings)
-    runner = TorchRunner(
-        model,
-        weights,
-        cache,
-        device=config.device,
-        max_num_seqs=config.max_num_seqs,
-        eos_token_ids=model.eos_token_ids,
-        max_position=max_model_len,
-    )
-    intake = Intake(
-        max_model_len=max_model_len,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        vocab_size=model.vocab_size,
-        eos_token_ids=frozenset(model.eos_token_ids),
-        kv_space=f"{config.model_dir.resolve()}|{config.dtype}|{model!r}".encode(),
-    )
-    scheduler = Scheduler(
-        intake=intake,
-        blocks=BlockManager(num_blocks, config.block_size),
-        max_num_seqs=config.max_num_seqs,
-        max_batched_tokens=config.max_batched_tokens,
-        max_waiting=config.max_waiting,
-    )
-    builder = BatchBuilder(
-        max_num_seqs=config.max_num_seqs,
-        max_blocks=-(-max_model_len // config.block_size),
-        block_size=config.block_size,
-    )
-    ready = Ready(
-        engine_id=f"engine_{secrets.token_hex(8)}",
-        model=config.model_name,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
-        eos_token_ids=list(model.eos_token_ids),
-        kv_bytes_per_token=model.kv_bytes_per_token(dtype.itemsize),
-    )
-    loop = EngineLoop(
-        scheduler=scheduler, builder=builder, runner=runner, inbox=channel, outbox=channel
-    )
-    return loop, ready
+    return assemble(config, model, weights, inbox=channel, outbox=channel)
 
 
 def _progress(channel: SocketChannel) -> Callable[[int, int], None]:

@@ -28,6 +28,7 @@ EXTRA_ARROWS: Mapping[str, Sequence[str]] = {"server.bridge": ("engine.framing",
 # An import goes down or stays within its layer.
 ENGINE_LAYERS: Sequence[Sequence[str]] = (
     ("main",),
+    ("assembly",),
     ("loop",),
     ("scheduler", "batch", "runner"),
     ("*",),
