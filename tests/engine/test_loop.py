@@ -243,7 +243,7 @@ def test_a_runner_that_fails_ends_the_loop() -> None:
     """A broken invariant is not caught: the process ends and is restarted."""
 
     class BrokenModel(FakeModel):
-        def next_token(self, *_: object) -> int:
+        def next_token(self, context: object, params: object, num_output: int) -> int:
             raise RuntimeError("illegal access")
 
     bench = LoopBench(EngineBench(model=BrokenModel()))
