@@ -11,13 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hillstar.engine.choice import Choose, choose_on_cpu
 from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.llama import Decoder
+from hillstar.engine.models.ops import Ops
 from hillstar.engine.models.torch_ops import TorchOps
 from hillstar.engine.models.weights import Weights
 from hillstar.engine.plan import Batch, Pending, StepResult
-from hillstar.engine.sampling import Sampled, Sampler, choose_on_cpu
+from hillstar.engine.sampling import Sampled, Sampler
+from hillstar.engine.transfer import to_device
 
 
 class TorchRunner:
@@ -36,65 +39,75 @@ class TorchRunner:
     ) -> None:
         """weights and cache: on `device`, of one dtype. max_position: positions a sequence may
         reach; None: all the model was made for."""
-        self._device = torch.device(device)
+        self._device = weights.embedding.device
+        assert self._device.type == torch.device(device).type, "weights lie on the device"
         self._cache = cache
-        ops = TorchOps(
-            config,
-            dtype=weights.embedding.dtype,
-            max_position=max_position or config.max_position_embeddings,
-        )
+        max_position = max_position or config.max_position_embeddings
+        ops, choose = _device_parts(config, weights.embedding, max_position)
         self._decoder = Decoder(config, weights, cache, ops)
         self._sampler = Sampler(
             vocab_size=config.vocab_size,
             max_num_seqs=max_num_seqs,
             eos_token_ids=eos_token_ids,
             device=self._device,
-            choose=choose_on_cpu,
+            choose=choose,
         )
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
-        self._enqueued: deque[_Deferred] = deque()
+        self._deferred: deque[_Deferred] = deque()
 
     def run(self, batch: Batch) -> Pending:
         """Launch a step; on a CPU it is computed when its result is asked for."""
+        if self._device.type == "cuda":
+            return _Launched.copy_back(self._step(batch))
         pending = _Deferred(self, batch)
-        self._enqueued.append(pending)
+        self._deferred.append(pending)
         return pending
 
     def compute_next(self, pending: "_Deferred") -> StepResult:
-        assert self._enqueued.popleft() is pending, "results are asked for in order of the plans"
+        """Compute a deferred step, which must be the oldest."""
+        assert self._deferred.popleft() is pending, "results are asked for in order of the plans"
         return _to_numpy(self._step(pending.batch))
 
     @torch.inference_mode()
     def _step(self, batch: Batch) -> Sampled:
-        plan = batch.plan
-        self._cache.copy_blocks(plan.copies)
-        for entry in plan.inits:
+        self._cache.copy_blocks(batch.plan.copies)
+        for entry in batch.plan.inits:
             self._sampler.init(entry)
         token_ids = self._fed_tokens(batch)
-        last = batch.cu_seqlens_q[1:][batch.sample_rows]
-        sampled = None
-        if len(last) < len(batch.token_ids):
-            sampled = self._on_device(last.astype(np.int64) - 1)
+        last = batch.cu_seqlens_q[1:][batch.sample_rows].astype(np.int64) - 1
+        is_every_token = len(last) == len(batch.token_ids)
+        sampled = None if is_every_token else to_device(last, self._device)
         logits = self._decoder.forward(token_ids, sampled, batch)
         if not len(last):
-            return Sampled(torch.empty(0, dtype=torch.int64, device=self._device))
+            return Sampled(torch.empty(0, dtype=torch.int64))
         rows = batch.rows[batch.sample_rows]
         result = self._sampler.sample(logits, rows, batch.context_lens[batch.sample_rows])
-        self._last_tokens[self._on_device(rows)] = result.token_ids
+        self._last_tokens[to_device(rows, self._device)] = result.token_ids
         return result
 
     def _fed_tokens(self, batch: Batch) -> torch.Tensor:
         """int64 `[T]`, each row's last sampled token in its place."""
-        token_ids = self._on_device(batch.token_ids.astype(np.int64))
-        is_fed_back = batch.token_ids < 0
-        if is_fed_back.any():
-            rows = np.repeat(batch.rows, np.diff(batch.cu_seqlens_q))
-            index = np.flatnonzero(is_fed_back)
-            token_ids[self._on_device(index)] = self._last_tokens[self._on_device(rows[index])]
+        token_ids = to_device(batch.token_ids.astype(np.int64), self._device)
+        fed_back = np.flatnonzero(batch.token_ids < 0)
+        if len(fed_back):
+            rows = np.repeat(batch.rows, np.diff(batch.cu_seqlens_q))[fed_back]
+            last = self._last_tokens[to_device(rows, self._device)]
+            token_ids[to_device(fed_back, self._device)] = last
         return token_ids
 
-    def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+
+def _device_parts(
+    config: ModelConfig, embedding: torch.Tensor, max_position: int
+) -> tuple[Ops, Choose]:
+    """What the weights' device does its own way."""
+    if embedding.device.type == "cpu":
+        ops = TorchOps(config, dtype=embedding.dtype, max_position=max_position)
+        return ops, choose_on_cpu
+    # Triton takes long to import and is not there on every CPU machine.
+    from hillstar.engine.cuda_sampling import choose_on_cuda
+    from hillstar.engine.models.triton_ops import TritonOps
+
+    return TritonOps(config, device=embedding.device, max_position=max_position), choose_on_cuda
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,12 +121,42 @@ class _Deferred:
         return self.runner.compute_next(self)
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step on its way back: pinned tensors that are valid once the event has happened."""
+
+    sampled: Sampled
+    event: torch.cuda.Event
+
+    @staticmethod
+    def copy_back(sampled: Sampled) -> "_Launched":
+        host = Sampled(
+            _to_pinned(sampled.token_ids),
+            *(
+                None if tensor is None else _to_pinned(tensor)
+                for tensor in (sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+            ),
+        )
+        return _Launched(host, torch.cuda.current_stream().record_event())
+
+    def result(self) -> StepResult:
+        self.event.synchronize()
+        return _to_numpy(self.sampled)
+
+
+def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
 def _to_numpy(sampled: Sampled) -> StepResult:
+    """A copy: pinned memory is reused once its tensors are gone."""
+
     def array(tensor: torch.Tensor | None) -> np.ndarray | None:
-        return None if tensor is None else tensor.cpu().numpy()
+        return None if tensor is None else np.array(tensor.numpy())
 
     return StepResult(
-        sampled.token_ids.cpu().numpy().astype(np.int32),
+        sampled.token_ids.numpy().astype(np.int32),
         array(sampled.logprobs),
         array(sampled.top_ids),
         array(sampled.top_logprobs),
