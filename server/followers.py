@@ -1,9 +1,13 @@
-"""What a socket hands to the Hub to be told of a response: one follower for each."""
+"""What a socket says of its responses: a sender for all of it, a follower for each response."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from hillstar.server import wire
+from hillstar.server.encode import encode, encode_error
+from hillstar.server.errors import ApiError
 from hillstar.server.events import Event, Notice, TextDelta
+from hillstar.server.outbox import Outbox
 from hillstar.server.socket import SocketFrame
 
 AnyEvent = Event | TextDelta
@@ -21,23 +25,52 @@ def has_ended(response: Mapping[str, Any]) -> bool:
     return response["status"] not in ("queued", "in_progress")
 
 
-class Target(Protocol):
-    """The connection, as its followers see it."""
+class Sender:
+    """Values in, frames of the socket's protocol into its outbox. Never blocks."""
 
-    def send_event(self, follower: "LaneFollower", event: Event | Notice) -> None: ...
-    def send_delta(self, follower: "LaneFollower", delta: TextDelta) -> None: ...
-    def encode_delta(self, follower: "LaneFollower", delta: TextDelta) -> SocketFrame: ...
-    def began(self, follower: "LaneFollower", response_id: str) -> None: ...
-    def ended(self, follower: "LaneFollower") -> None: ...
+    def __init__(self, outbox: Outbox[SocketFrame], protocol: wire.Protocol) -> None:
+        self._outbox = outbox
+        self.protocol = protocol
+
+    def send_event(self, follower: "LaneFollower", event: Event | Notice) -> None:
+        """Queue anything about a response but a delta."""
+        frame = encode(event, self.protocol, stream_id=follower.stream_id, r=follower.number)
+        self._outbox.put(frame, key=follower)
+
+    def send_delta(self, follower: "LaneFollower", delta: TextDelta) -> None:
+        """Queue a delta; it may merge while it waits, and becomes a frame when it is its turn."""
+        self._outbox.put_delta(delta, follower, follower.encode_delta)
+
+    def refuse(self, error: ApiError, stream_id: str | None) -> None:
+        """Queue an error frame."""
+        self._outbox.put(encode_error(error, self.protocol, stream_id=stream_id))
+
+    def notify(self, kind: str, body: dict[str, Any]) -> None:
+        """Queue a message about the socket itself, where the protocol has such."""
+        if self.protocol.is_hillstar:
+            self._outbox.put(encode(Notice(kind, body), self.protocol))
+
+
+class Board(Protocol):
+    """Where followers say which responses run."""
+
+    def began(self, follower: "LaneFollower", response_id: str) -> None:
+        """The follower got its response's first event."""
+        ...
+
+    def ended(self, follower: "LaneFollower") -> None:
+        """The follower's response is over, or never began: its lane is free."""
+        ...
 
 
 class LaneFollower:
     """Carries one response's events onto its lane, in order, and frees the lane at the end."""
 
-    __slots__ = ("_has_ended", "_held", "_target", "number", "response_id", "stream_id")
+    __slots__ = ("_board", "_has_ended", "_held", "_sender", "number", "response_id", "stream_id")
 
-    def __init__(self, target: Target, stream_id: str | None, number: int) -> None:
-        self._target = target
+    def __init__(self, sender: Sender, board: Board, stream_id: str | None, number: int) -> None:
+        self._sender = sender
+        self._board = board
         self.stream_id = stream_id
         self.number = number  # the response's number on this socket
         self.response_id: str | None = None  # known from the first event on
@@ -50,15 +83,15 @@ class LaneFollower:
             return
         if self.response_id is None:
             self.response_id = response_id
-            self._target.began(self, response_id)
+            self._board.began(self, response_id)
         if self._held is not None:
             self._held.extend(events)
             return
         for event in events:
             if isinstance(event, TextDelta):
-                self._target.send_delta(self, event)
+                self._sender.send_delta(self, event)
             else:
-                self._target.send_event(self, event)
+                self._sender.send_event(self, event)
         if is_terminal(events[-1]):
             self.abandon()
 
@@ -76,22 +109,22 @@ class LaneFollower:
         """Nothing more will come: the response ended, or never began."""
         if not self._has_ended:
             self._has_ended = True
-            self._target.ended(self)
+            self._board.ended(self)
 
     def encode_delta(self, delta: TextDelta) -> SocketFrame:
         """The frame of a delta of this response."""
-        return self._target.encode_delta(self, delta)
+        return encode(delta, self._sender.protocol, stream_id=self.stream_id, r=self.number)
 
 
 class LastEvent:
     """Carries nothing but the terminal event: the answer to a cancel of what is not followed."""
 
-    def __init__(self, target: Target, follower: LaneFollower) -> None:
-        self._target = target
+    def __init__(self, sender: Sender, follower: LaneFollower) -> None:
+        self._sender = sender
         self._follower = follower
 
     def post(self, response_id: str, events: Sequence[AnyEvent]) -> None:
         """Of `ports.Follower`."""
         for event in events:
             if isinstance(event, Event) and is_terminal(event):
-                self._target.send_event(self._follower, event)
+                self._sender.send_event(self._follower, event)

@@ -63,6 +63,7 @@ def response_headers(
     """The signal that gives each answer its request id, and listed pages their CORS headers."""
 
     async def prepare(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Server"] = "hillstar"
         response.headers[REQUEST_ID] = current_request_id.get()
         origin = request.headers.get("Origin")
         if origin is None:

@@ -75,6 +75,11 @@ class Outbox(Generic[Frame]):
         """An estimate of what is queued."""
         return self._num_bytes
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the writer waits for the transport to take more."""
+        return self._stall is not None
+
     def put(self, frame: Frame, key: object = None) -> None:
         """Queue a frame. With `key`, later deltas of that key do not merge across it."""
         if self._is_closed:

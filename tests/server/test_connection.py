@@ -246,6 +246,19 @@ async def test_ack_and_hint_reach_the_hub_without_an_answer() -> None:
         assert ("hint", "typing") in running.hub.calls
 
 
+async def test_commands_beside_the_lanes_are_bounded() -> None:
+    """Cancels that pile up are refused beyond a bound; each that was taken is answered."""
+    limits = SocketLimits(max_queued=2, close_timeout_s=1.0)
+    async with fake_hub_server(limits) as running, connect(running.socket_url, JSON) as client:
+        running.hub.cancel_gate.clear()
+        for _ in range(3):
+            await client.send("response.cancel", response_id="resp_none", stream_id="a")
+        assert (await client.receive())["error"]["code"] == "rate_limit_exceeded"
+        running.hub.cancel_gate.set()
+        for _ in range(2):
+            assert (await client.receive())["error"]["code"] == "response_not_found"
+
+
 @pytest.mark.parametrize(
     "frame",
     [

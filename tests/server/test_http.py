@@ -1,6 +1,7 @@
 """The HTTP surface: bodies, queries, streams, errors, headers. The Hub behind it is a fake."""
 
 import asyncio
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,19 @@ async def test_errors_are_typed(
     assert (found, body["error"]["code"]) == (status, code)
     assert body["error"].keys() == {"type", "code", "message", "param"}
     assert answer.headers["x-request-id"]
+
+
+async def test_a_decompression_bomb_is_too_large() -> None:
+    """A body is measured as it unpacks: a small gzip of something huge is answered 413."""
+    bomb = gzip.compress(b" " * (64 << 20))
+    headers = JSON_TYPE | {"Content-Encoding": "gzip"}
+    async with fake_hub_server() as running, aiohttp.ClientSession() as session:
+        call = Client(running, session)
+        status, body, _ = await call("POST", "/v1/responses", data=bomb, headers=headers)
+        assert (status, body["error"]["code"]) == (413, "request_too_large")
+        packed = gzip.compress(b'{"input":"small"}')
+        status, body, _ = await call("POST", "/v1/responses", data=packed, headers=headers)
+        assert (status, body["status"]) == (200, "completed")
 
 
 async def test_retryable_errors_say_when() -> None:

@@ -70,6 +70,8 @@ class FakeHub:
         self.calls: list[tuple[str, Any]] = []
         self.hold_after: int | None = None
         self.go = asyncio.Event()
+        self.cancel_gate = asyncio.Event()
+        self.cancel_gate.set()
         self.fail_with: Exception | None = None
         self.delta = 1  # letters in one post
         self.repeat = 1  # how many times an answer repeats its input
@@ -165,6 +167,7 @@ class FakeHub:
         self.responses[response_id].acked = sequence_number
 
     async def cancel(self, principal: Principal, response_id: str) -> dict[str, Any]:
+        await self.cancel_gate.wait()
         response = self._find(principal, response_id)
         response.finish("cancelled")
         return response.stream.response_object()
