@@ -108,7 +108,7 @@ class ModelConfig:
             architecture=architecture,
             hidden_size=hidden_size,
             intermediate_size=fields.integer("intermediate_size"),
-            num_layers=fields.integer("num_hidden_layers"),
+            num_layers=fields.integer("num_hidden_layers", high=4096),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -134,11 +134,11 @@ class _Fields:
     def error(self, message: str) -> ModelError:
         return ModelError(f"{self.source}: {message}")
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A positive integer; `default` where it is absent or null, else an error."""
+    def integer(self, name: str, default: int | None = None, high: int = 1 << 31) -> int:
+        """An integer from 1 to `high`; `default` where it is absent or null, else an error."""
         value = self._value(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(f"{name} is {value!r}; expected a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
+            raise self.error(f"{name} is {value!r}; expected an integer from 1 to {high}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -207,7 +207,7 @@ def _refuse_unsupported(fields: _Fields, architecture: Architecture) -> None:
             shown = "" if isinstance(value, dict) else f" = {value!r}"
             raise fields.error(f"{name}{shown}: {what} are not supported")
     expected = "full_attention"
-    if architecture == "mistral" and fields.raw.get("sliding_window") is not None:
+    if _sliding_window(fields, architecture) is not None:
         expected = "sliding_attention"
     for kind in fields.raw.get("layer_types") or []:
         if kind != expected:

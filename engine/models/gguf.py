@@ -11,14 +11,15 @@ here they return to the order of the original checkpoint, all first halves befor
 """
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType, quants
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -26,6 +27,7 @@ from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.errors import ModelError
 from hillstar.engine.models.files import exclusive, new_folder, sha256_of
 from hillstar.engine.models.gguf_config import read_config
+from hillstar.engine.models.gguf_file import GgufTensor, Metadata, read_gguf
 from hillstar.engine.models.load import Progress, expected_shapes
 from hillstar.engine.models.tokenizer import build_tokenizer, tokenizer_config
 
@@ -53,6 +55,11 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
+_PLAIN: dict[GGMLQuantizationType, torch.dtype] = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +67,8 @@ class _Source:
     """An open GGUF: its metadata and its tensors by their Hugging Face names."""
 
     path: Path
-    metadata: dict[str, Any]
-    tensors: dict[str, Any]  # gguf.ReaderTensor
+    metadata: Metadata
+    tensors: dict[str, GgufTensor]
     rope_factors: torch.Tensor | None
 
 
@@ -92,7 +99,7 @@ def _convert(path: Path, folder: Path, progress: Progress | None) -> None:
     raw = _config(source)
     config = ModelConfig.from_dict(raw, str(path))
     _check(source, config)
-    tokenizer = build_tokenizer(source.metadata, str(path))
+    tokenizer = build_tokenizer(source.metadata)
     settings = tokenizer_config(source.metadata, config.max_position_embeddings)
     try:
         with new_folder(folder) as partial:
@@ -105,18 +112,13 @@ def _convert(path: Path, folder: Path, progress: Progress | None) -> None:
 
 
 def _read(path: Path) -> _Source:
-    try:
-        reader = gguf.GGUFReader(path)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
-        raise ModelError(f"{path}: is not a complete GGUF file ({error})") from error
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    factors = tensors.pop(_ROPE_FACTORS, None)
+    file = read_gguf(path)
+    factors = file.tensors.pop(_ROPE_FACTORS, None)
     return _Source(
         path=path,
-        metadata=metadata,
-        tensors={_hf_name(name, path): tensor for name, tensor in tensors.items()},
-        rope_factors=None if factors is None else torch.from_numpy(np.array(factors.data)),
+        metadata=file.metadata,
+        tensors={_hf_name(name, path): tensor for name, tensor in file.tensors.items()},
+        rope_factors=None if factors is None else _dequantised(factors, path).float(),
     )
 
 
@@ -135,8 +137,7 @@ def _config(source: _Source) -> dict[str, Any]:
         raise ModelError(f"{source.path}: tensor 'token_embd.weight' is missing")
     return read_config(
         source.metadata,
-        str(source.path),
-        vocab_size=_shape(embedding)[0],
+        vocab_size=embedding.shape[0],
         is_tied="lm_head.weight" not in source.tensors,
         rope_factors=source.rope_factors,
     )
@@ -148,10 +149,10 @@ def _check(source: _Source, config: ModelConfig) -> None:
     for name, shape in expected.items():
         if name not in source.tensors:
             raise ModelError(f"{source.path}: tensor '{name}' (by its original name) is missing")
-        found = _shape(source.tensors[name])
-        if found != shape:
+        found = source.tensors[name]
+        if found.shape != shape:
             raise ModelError(
-                f"{source.path}: tensor '{source.tensors[name].name}' has shape {list(found)};"
+                f"{source.path}: tensor '{found.name}' has shape {list(found.shape)};"
                 f" its metadata implies {list(shape)}"
             )
     for name, tensor in source.tensors.items():
@@ -166,7 +167,7 @@ def _write_weights(
     source: _Source, config: ModelConfig, folder: Path, progress: Progress | None
 ) -> None:
     """Tensors in files of about a gibibyte, with the index that several files need."""
-    total = sum(int(tensor.n_bytes) for tensor in source.tensors.values())
+    total = sum(tensor.data.nbytes for tensor in source.tensors.values())
     shards = list(_shards(source.tensors))
     weight_map: dict[str, str] = {}
     done = 0
@@ -178,20 +179,21 @@ def _write_weights(
         for name in names:
             state[name] = _original(source, config, name)
             weight_map[name] = file
-            done += int(source.tensors[name].n_bytes)
+            done += source.tensors[name].data.nbytes
             if progress is not None:
                 progress(done, total)
         save_file(state, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # save_file keeps it from other users
     if len(shards) > 1:
         _write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
 
 
-def _shards(tensors: dict[str, Any]) -> Iterator[list[str]]:
+def _shards(tensors: dict[str, GgufTensor]) -> Iterator[list[str]]:
     """Names in the file's order, cut before they exceed the size of a shard."""
     names: list[str] = []
     size = 0
     for name, tensor in tensors.items():
-        num_bytes = 2 * int(tensor.n_elements)
+        num_bytes = 2 * math.prod(tensor.shape)
         if names and size + num_bytes > _MAX_SHARD_BYTES:
             yield names
             names, size = [], 0
@@ -216,34 +218,28 @@ def _unpermuted(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()
 
 
-def _dequantised(tensor: Any, path: Path) -> torch.Tensor:
+def _dequantised(tensor: GgufTensor, path: Path) -> torch.Tensor:
     """A tensor of the file in the dtype it is stored in (see the module's docstring)."""
-    kind = gguf.GGMLQuantizationType(tensor.tensor_type)
-    if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
-        return torch.from_numpy(np.array(tensor.data))
-    if kind == gguf.GGMLQuantizationType.BF16:
-        return torch.from_numpy(np.array(tensor.data)).view(torch.bfloat16)
-    shape = _shape(tensor)
-    values = torch.empty(shape, dtype=torch.float16).reshape(-1, shape[-1])
-    rows = tensor.data.reshape(len(values), -1)
-    step = max(1, _CHUNK_VALUES // shape[-1])
-    for start in range(0, len(rows), step):
+    plain = _PLAIN.get(tensor.kind)
+    if plain is not None:
+        return torch.from_numpy(tensor.data.copy()).view(plain).reshape(tensor.shape)
+    num_rows, row_length = len(tensor.data), tensor.shape[-1]
+    values = torch.empty((num_rows, row_length), dtype=torch.float16)
+    step = max(1, _CHUNK_VALUES // row_length)
+    for start in range(0, num_rows, step):
         try:
-            chunk = gguf.quants.dequantize(rows[start : start + step], kind)
+            chunk = quants.dequantize(tensor.data[start : start + step], tensor.kind)
         except NotImplementedError as error:
             raise ModelError(
-                f"{path}: tensor '{tensor.name}' has type {kind.name}, which is not supported"
+                f"{path}: tensor '{tensor.name}' has type {tensor.kind.name}, which is not"
+                " supported"
             ) from error
-        if not np.abs(chunk).max() <= _MAX_FLOAT16:
+        if not np.abs(chunk).max() <= _MAX_FLOAT16:  # false for NaN too
             raise ModelError(
                 f"{path}: tensor '{tensor.name}' holds values outside ±{_MAX_FLOAT16:g}"
             )
         values[start : start + step] = torch.from_numpy(chunk)
-    return values.reshape(shape)
-
-
-def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(int(extent) for extent in reversed(tensor.shape))
+    return values.reshape(tensor.shape)
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -60,6 +60,16 @@ def test_unquantised_files_convert_exactly(family: str, stored: Any, tmp_path: P
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def test_mistral_is_a_llama_there(tmp_path: Path) -> None:
+    """A Mistral without a window, which GGUF stores as a llama, converts to the same tensors."""
+    model = save_tiny("mistral-window", tmp_path / "hf", sliding_window=None)
+    write_gguf(tmp_path / "model.gguf", model)
+    folder = convert_gguf(tmp_path / "model.gguf", tmp_path / "cache")
+    assert ModelConfig.from_dir(folder).architecture == "llama"
+    expected, found = tensors(load(tmp_path / "hf")), tensors(load(folder))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
 @pytest.mark.parametrize("stored", [Q.Q4_1, Q.Q8_0])
 def test_quantised_tensors_round_to_float16(
     stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,6 +181,9 @@ def test_yarn_scaling_is_read(tmp_path: Path) -> None:
         ({"metadata": {".block_count": 3}}, r"'model\.layers\.2.*missing"),
         ({"metadata": {".block_count": 1}}, r"1 layers has no tensor 'blk\.1\."),
         ({"metadata": {".feed_forward_length": 96}}, r"'blk\.0\.ffn_gate.*\[112, 64\].*\[96, 64\]"),
+        ({"metadata": {".block_count": 1 << 31}}, "num_hidden_layers"),
+        ({"metadata": {".attention.head_count": 0}}, r"head_count' is 0; expected at least 1"),
+        ({"metadata": {".embedding_length": "64"}}, r"embedding_length' is '64'; expected int"),
         ({"metadata": {".expert_count": 8}}, "llama.expert_count = 8"),
         ({"metadata": {".rope.dimension_count": 8}}, r"rope\.dimension_count = 8"),
         ({"metadata": {".rope.scaling.type": "longrope"}}, "'longrope' is not supported"),

@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from hillstar.engine.models.errors import ModelError
+from hillstar.engine.models.gguf_file import Metadata
 from hillstar.engine.models.tokenizer import build_tokenizer, eos_token_ids, tokenizer_config
 from support.tiny_gguf import tokenizer_metadata
 
@@ -28,7 +29,7 @@ ODD_STRINGS = [
 def byte_bpe(pre: str, **changes: Any) -> Tokenizer:
     metadata = tokenizer_metadata(320, pre)
     metadata |= {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
-    return build_tokenizer(metadata, "test.gguf")
+    return build_tokenizer(Metadata(metadata, "test.gguf"))
 
 
 def words(pre: str, text: str) -> list[str]:
@@ -124,9 +125,8 @@ def sentencepiece(**changes: Any) -> Tokenizer:
         "unknown_token_id": 0,
         **changes,
     }
-    return build_tokenizer(
-        {f"tokenizer.ggml.{name}": value for name, value in metadata.items()}, "test.gguf"
-    )
+    entries = {f"tokenizer.ggml.{name}": value for name, value in metadata.items()}
+    return build_tokenizer(Metadata(entries, "test.gguf"))
 
 
 def test_sentencepiece_merges_by_score() -> None:
@@ -167,6 +167,9 @@ def test_user_defined_tokens_are_whole_and_kept() -> None:
         ({"pre": "default"}, "'default' is not supported; supported: gpt-2, smollm"),
         ({"merges": None}, r"'tokenizer\.ggml\.merges' is missing"),
         ({"tokens": None}, r"'tokenizer\.ggml\.tokens' is missing"),
+        ({"tokens": "abc"}, r"'tokenizer\.ggml\.tokens' is 'abc'; expected a list"),
+        ({"merges": [1]}, r"'tokenizer\.ggml\.merges' is 1; expected str"),
+        ({"bos_token_id": 320}, "bos_token_id is 320, of 320 tokens"),
         ({"tokens": ["a", "a"]}, "names a token twice"),
         ({"token_type": [1]}, "320 tokens, but 1 token types"),
         ({"merges": ["x nothere"]}, "merge 'x nothere' needs"),
@@ -180,7 +183,7 @@ def test_refusals(changes: dict[str, Any], message: str) -> None:
 
 def test_settings() -> None:
     """tokenizer_config.json names the special tokens, the length and the template."""
-    settings = tokenizer_config(tokenizer_metadata(320), 512)
+    settings = tokenizer_config(Metadata(tokenizer_metadata(320), "test.gguf"), 512)
     assert settings["bos_token"] == "<|im_start|>"
     assert settings["eos_token"] == "<|im_end|>"
     assert settings["model_max_length"] == 512
@@ -190,5 +193,6 @@ def test_settings() -> None:
 def test_eos_ids_are_all_ends_of_a_turn() -> None:
     """End of sequence, of turn and of message all end a turn, each id once."""
     key = "tokenizer.ggml.{}_token_id".format
-    assert eos_token_ids({key("eos"): 9, key("eot"): 7, key("eom"): 9}) == [7, 9]
-    assert eos_token_ids({}) == []
+    ids = {key("eos"): 9, key("eot"): 7, key("eom"): 9}
+    assert eos_token_ids(Metadata(ids, "test.gguf")) == [7, 9]
+    assert eos_token_ids(Metadata({}, "test.gguf")) == []
