@@ -29,6 +29,11 @@ class Roster:
     def has_free_row(self) -> bool:
         return bool(self._free_rows)
 
+    @property
+    def num_tokens_in_flight(self) -> int:
+        """Tokens that launched plans put into the members' own blocks; uncommitted yet."""
+        return sum(s.num_planned - s.table.num_tokens for s in self._running if s.table)
+
     def enter(self, sequence: Sequence, match: Match) -> int:
         """Give the sequence a row and a table; returns how many tokens' KV it begins with."""
         sequence.table, num_cached = self._blocks.open(match, sequence.resting_id)

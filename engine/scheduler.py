@@ -284,7 +284,7 @@ class Scheduler:
             num_cached_tokens_total=planner.num_cached_tokens,
             num_generated_tokens_total=self._num_generated_tokens,
             num_preemptions_total=planner.num_preemptions,
-            kv_tokens_used=self._blocks.num_tokens_used,
+            kv_tokens_used=self._blocks.num_tokens_used + self._roster.num_tokens_in_flight,
             kv_tokens_capacity=pool.num_leased * self._blocks.block_size,
         )
 

@@ -505,3 +505,13 @@ def test_an_output_says_where_it_begins() -> None:
         outputs += bench.scheduler.update(plan, pending.result())
     assert [output.first_token for output in outputs] == [0, 1, 2]
     assert [output.finish is None for output in outputs] == [True, True, False]
+
+
+def test_tokens_in_flight_are_no_waste() -> None:
+    """Blocks that a launched step fills count as filled."""
+    bench = EngineBench(num_blocks=100)
+    bench.tell(submit("a", prompt(1, 40), max_tokens=20))
+    for length in (40, 41, 42):
+        bench.step()
+        stats = bench.scheduler.stats()
+        assert (stats.kv_tokens_used, stats.kv_tokens_capacity) == (length, -(-length // 8) * 8)

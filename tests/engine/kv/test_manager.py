@@ -100,6 +100,15 @@ def test_a_lease_goes_on_in_its_own_partial_block() -> None:
     blocks.check([following.table])
 
 
+def test_a_lease_keeps_no_block_that_was_only_allocated_ahead() -> None:
+    """Blocks for steps that will not come are free again when the sequence becomes a lease."""
+    blocks = BlockManager(8, SIZE)
+    turn = _run(blocks, [1, 2, 3, 4])
+    assert blocks.grow(turn.table, 9)
+    blocks.keep(turn.table, "chat")
+    assert (blocks.pool.num_leased, blocks.pool.num_free) == (1, 7)
+
+
 def test_a_partial_block_that_a_lease_holds_is_copied_for_others() -> None:
     """Somebody else's next turn never writes into the lease's block."""
     blocks = BlockManager(8, SIZE)
