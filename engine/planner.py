@@ -99,11 +99,11 @@ class Planner:
         Only those step aside that wait for something that is on its way: a token of their own,
         or a prefix that another sequence is computing.
         """
-        if not self._roster.has_free_row or draft.budget <= 0 or not len(self._waiting):
+        if not self._roster.num_free_rows or draft.budget <= 0 or not len(self._waiting):
             return
         outstanding = self._admission.outstanding(self._roster.running)
         for sequence in self._waiting.candidates(now_s):
-            if not self._roster.has_free_row or draft.budget <= 0:
+            if not self._roster.num_free_rows or draft.budget <= 0:
                 break
             if sequence.num_in_flight or self._is_held_back(sequence):
                 continue

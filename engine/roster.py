@@ -26,8 +26,8 @@ class Roster:
         return self._running
 
     @property
-    def has_free_row(self) -> bool:
-        return bool(self._free_rows)
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
 
     @property
     def num_tokens_in_flight(self) -> int:

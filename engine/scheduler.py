@@ -105,7 +105,8 @@ class Scheduler:
         try:
             if submit.sequence_id in self._sequences:
                 raise Refused("duplicate_sequence", f"{submit.sequence_id} is running already.")
-            if len(self._waiting) >= self._max_waiting:
+            # Free rows count: after a restart all that ran before is submitted again at once.
+            if len(self._waiting) >= self._max_waiting + self._roster.num_free_rows:
                 raise Refused("server_overloaded", "Too many requests are waiting.")
             sequence = self._intake.sequence(submit, self._num_arrivals, self._clock())
         except Refused as refused:
@@ -205,8 +206,7 @@ class Scheduler:
         num_output = sequence.num_output_tokens
         if not num_output:
             return None
-        last = int(sequence.tokens.slice(len(sequence.tokens) - 1, len(sequence.tokens))[0])
-        if last in sequence.stop_ids and num_output > sequence.params.min_tokens:
+        if sequence.tokens.last in sequence.stop_ids and num_output > sequence.params.min_tokens:
             return "stop"
         return "length" if num_output >= sequence.max_output_tokens else None
 

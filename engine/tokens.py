@@ -23,6 +23,10 @@ class TokenBuffer:
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def last(self) -> int:
+        return int(self._ids[self._length - 1])
+
     def append(self, token_id: int) -> None:
         if self._length == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])

@@ -260,12 +260,33 @@ class TestLimits:
 
     def test_a_full_queue_refuses(self) -> None:
         """The waiting queue is bounded: what comes beyond is refused as `server_overloaded`."""
-        bench = EngineBench(max_waiting=3)
-        for number in range(4):
-            bench.tell(submit(f"s{number}", prompt(1, 5)))
-        assert bench.finishes["s3"].code == "server_overloaded"
+        bench = EngineBench(max_waiting=3, max_num_seqs=2)
+        for number in range(6):
+            bench.tell(submit(f"s{number}", prompt(number + 1, 5)))
+        assert [name for name in bench.finishes if bench.finishes[name].code] == ["s5"]
+        assert bench.finishes["s5"].code == "server_overloaded"
+        bench.step()
+        bench.tell(submit("later", prompt(8, 5)))
+        assert bench.finishes["later"].code == "server_overloaded"
         bench.run()
-        assert len(bench.finishes) == 4
+        assert len(bench.finishes) == 7
+
+    def test_all_that_ran_and_waited_is_taken_back_after_a_restart(self) -> None:
+        """A queue that was full beside a full batch fits into a new engine, submitted at once."""
+        old = EngineBench(max_waiting=3, max_num_seqs=2)
+        for number in range(2):
+            old.tell(submit(f"s{number}", prompt(number + 1, 5), max_tokens=20))
+        for _ in range(4):
+            old.step()
+        for number in range(2, 5):
+            old.tell(submit(f"s{number}", prompt(number + 1, 5), max_tokens=20))
+        assert not old.finishes
+        new = EngineBench(max_waiting=3, max_num_seqs=2)
+        for number in range(5):
+            said = old.tokens.get(f"s{number}")
+            new.tell(submit(f"s{number}", prompt(number + 1, 5), output=said, max_tokens=20))
+        new.run()
+        assert_outputs_are_the_oracles(new)
 
     def test_an_id_that_runs_is_refused_and_the_first_goes_on(self) -> None:
         """The second submit of a live id is answered as refused; the first is undisturbed."""
