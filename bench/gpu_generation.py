@@ -18,18 +18,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common import finish, report
-from hillstar.engine.batch import BatchBuilder
+from hillstar.engine.assembly import assemble
+from hillstar.engine.channel import QueueChannel
 from hillstar.engine.config import EngineConfig
-from hillstar.engine.kv.cache import KVCache
-from hillstar.engine.messages import SamplingParams, Submit, pack_ids
+from hillstar.engine.messages import Frame, SamplingParams, Submit, pack_ids
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.load import load_weights
-from hillstar.engine.runner import TorchRunner
-from hillstar.engine.scheduler import Scheduler
 
 PROMPT_LENGTHS = (1, 17, 128, 500, 1031, 2048)
-BLOCK_SIZE = 16
-NUM_BLOCKS = 1024
 
 
 def make_model(folder: Path, num_layers: int, seed: int) -> None:
@@ -54,52 +50,32 @@ def make_model(folder: Path, num_layers: int, seed: int) -> None:
 
 def generate(folder: Path, prompts: list[np.ndarray], num_tokens: int) -> list[list[int]]:
     """Greedy tokens of the engine for all prompts at once, in chunks of 512 tokens a step."""
-    config = ModelConfig.from_dir(folder)
-    weights = load_weights(folder, config, dtype=torch.bfloat16, device=torch.device("cuda"))
-    cache = KVCache(
-        config,
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        dtype=torch.bfloat16,
-        device=torch.device("cuda"),
-    )
-    engine = EngineConfig(
+    config = EngineConfig(
         model_dir=folder,
         model_name="random-8b",
         device="cuda",
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
+        num_blocks=1024,
         max_batched_tokens=512,
         max_num_seqs=16,
     )
-    runner = TorchRunner(
-        config,
-        weights,
-        cache,
-        device=torch.device("cuda"),
-        max_num_seqs=engine.max_num_seqs,
-        eos_token_ids=(),
-    )
-    scheduler = Scheduler(engine, num_blocks=NUM_BLOCKS, eos_token_ids=())
-    builder = BatchBuilder(
-        max_num_seqs=engine.max_num_seqs,
-        max_blocks=engine.max_model_len // BLOCK_SIZE,
-        block_size=BLOCK_SIZE,
-    )
+    model = ModelConfig.from_dir(folder)
+    weights = load_weights(folder, model, dtype=torch.bfloat16, device=torch.device("cuda"))
+    channel = QueueChannel()
+    engine = assemble(config, model, weights, inbox=channel, outbox=channel)
     for i, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        scheduler.submit(Submit(sequence_id=str(i), prompt_ids=pack_ids(prompt), params=params))
+        channel.post(Submit(sequence_id=str(i), prompt_ids=pack_ids(prompt), params=params))
     tokens: list[list[int]] = [[] for _ in prompts]
-    in_flight = None
-    while True:
-        plan = scheduler.schedule()
-        launched = None if plan is None else (plan, runner.run(builder.build(plan)))
-        if in_flight is not None:
-            for output in scheduler.update(in_flight[0], in_flight[1].result()):
+    num_running = len(prompts)
+    while num_running:
+        engine.loop.step()
+        while not channel.outputs.empty():
+            frame = channel.outputs.get_nowait()
+            assert isinstance(frame, Frame), "the loop only sends frames"
+            for output in frame.outputs:
                 tokens[int(output.sequence_id)].extend(output.token_ids)
-        in_flight = launched
-        if in_flight is None:
-            return tokens
+                num_running -= output.finish is not None
+    return tokens
 
 
 def check(folder: Path, prompts: list[np.ndarray], tokens: list[list[int]]) -> dict[str, Any]:
