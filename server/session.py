@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -336,7 +336,8 @@ class Session:
         turn.phase = Phase.PREPARING
         historian = self._services.historian
         if turn.row.prompt_ids is not None or turn.row.output_ids:
-            self._build(turn, historian.restore(turn.row))
+            row = turn.row
+            self._build(turn, lambda: historian.restore(row))
             return
         if base is not None:
             parent_id, context = base.parent_id, base.context
@@ -345,17 +346,19 @@ class Session:
         if parent_id is None:
             opening = decode_items(self._row.items)
             if opening:
-                request = msgspec.structs.replace(turn.request, input=opening + turn.request.input)
-                turn.request = request
-                turn.row = replace(turn.row, request=encode(request))
+                turn.request = msgspec.structs.replace(
+                    turn.request, input=opening + turn.request.input
+                )
+                turn.row = replace(turn.row, request=encode(turn.request))
         turn.row = replace(turn.row, parent_id=parent_id)
-        self._build(turn, historian.prepare(turn.request, parent_id, context))
+        request = turn.request
+        self._build(turn, lambda: historian.prepare(request, parent_id, context))
 
-    def _build(self, turn: LiveTurn, work: Coroutine[Any, Any, Prepared]) -> None:
+    def _build(self, turn: LiveTurn, work: Callable[[], Awaitable[Prepared]]) -> None:
         async def build() -> None:
             result: Prepared | ApiError
             try:
-                result = await work
+                result = await work()
             except ApiError as refusal:
                 result = refusal
             self._address.tell(PromptBuilt(turn, result))

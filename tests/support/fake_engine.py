@@ -4,6 +4,7 @@ The next token is a function of the tokens before it, as with greedy decoding: w
 resumed or resubmitted, the same history goes on in the same way. Tests decide when it steps.
 """
 
+import asyncio
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -79,10 +80,9 @@ class FakeEngine:
         self._inbox: list[ToEngine] = []
         self._schedule: Callable[[Callable[[], None]], object] | None = None
         self._is_scheduled = False
+        self._changed = asyncio.Event()
 
     async def start(self, listener: EngineListener) -> None:
-        import asyncio
-
         self._schedule = asyncio.get_running_loop().call_soon
         self._listener = listener
         self.come_up()
@@ -96,6 +96,7 @@ class FakeEngine:
             return
         self.sent.append(message)
         self._inbox.append(message)
+        self._changed.set()
         self._wake()
 
     def pause_reading(self) -> None:
@@ -104,6 +105,13 @@ class FakeEngine:
     def resume_reading(self) -> None:
         self.is_paused = False
         self._wake()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that a message to the engine makes true."""
+        async with asyncio.timeout(20):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
 
     @property
     def submits(self) -> list[Submit]:

@@ -64,7 +64,7 @@ class Listener:
         """Until there are so many events, or the last."""
         while len(self.events) < num_events and not self.is_done:
             self._changed.clear()
-            await asyncio.wait_for(self._changed.wait(), 20)
+            await asyncio.wait_for(self._changed.wait(), 60)
 
     async def wait_done(self) -> list[Event | TextDelta]:
         await self.wait_for(1 << 62)
