@@ -34,10 +34,12 @@ A NaN counts as minus infinity; where all are, the token is 0: a broken row brea
 def choose_on_cpu(logits: torch.Tensor, choices: Choices) -> torch.Tensor:
     """The `Choose` of the CPU. numpy does the searches: its argmax and comparisons are many times
     faster than torch's there."""
-    if bool(logits.amax(-1).isnan().any()):
+    best = logits.amax(-1).numpy()
+    if np.isnan(best).any():
         logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        best = logits.amax(-1).numpy()
     token_ids = logits.numpy().argmax(-1)  # ties to the lowest id
-    sampling = np.flatnonzero(choices.temperature > 0)
+    sampling = np.flatnonzero((choices.temperature > 0) & np.isfinite(best))
     if len(sampling):
         scaled = logits[sampling] / torch.from_numpy(choices.temperature[sampling, None])
         thresholds = _thresholds(scaled, choices, sampling)

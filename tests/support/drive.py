@@ -42,6 +42,7 @@ class Drive:
     block_size: int = 16
     max_num_seqs: int = 16
     device: str = "cpu"
+    copies: tuple[tuple[int, int], ...] = ()  # of the next step
     runner: TorchRunner = field(init=False)
     cache: KVCache = field(init=False)
 
@@ -84,9 +85,9 @@ class Drive:
 
     def launch(self, *feeds: Feed) -> Pending:
         rows = tuple(self._plan_row(feed) for feed in feeds)
-        plan = Plan(self._step, rows, tuple(self._inits))
+        plan = Plan(self._step, rows, tuple(self._inits), self.copies)
         self._step += 1
-        self._inits = []
+        self._inits, self.copies = [], ()
         return self.runner.run(self._builder.build(plan))
 
     def step(self, *feeds: Feed) -> StepResult:
