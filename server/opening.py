@@ -74,18 +74,25 @@ class Opening:
                 raise previous_response_not_found(parent_id)
             actor = self._actors.get(place.conversation_id)
         else:
-            actor = self._begin(turn, None)
+            return await self._begin(turn, None)
         answer = await self._open(actor, turn, parent_id, None)
         if isinstance(answer, MustFork):
-            answer = await self._open(self._begin(turn, answer.base), turn, None, answer.base)
-        assert isinstance(answer, Created), "a fork does not fork again"
+            return await self._begin(turn, answer.base)
         return answer
 
-    def _begin(self, turn: "_NewTurn", base: Base | None) -> Actor:
-        """The actor of a new conversation; stored with its first turn."""
+    async def _begin(self, turn: "_NewTurn", base: Base | None) -> Created:
+        """The first turn of a new conversation, which is stored with it."""
         parent_id = base.parent_id if base is not None and base.is_stored else None
         row = new_conversation(turn.principal, parent_id=parent_id)
-        return self._actors.begin(row, is_durable=turn.request.store)
+        actor = self._actors.begin(row, is_durable=turn.request.store)
+        try:
+            created = await self._open(actor, turn, None, base)
+        except ApiError:
+            self._actors.drop(actor)
+            raise
+        assert isinstance(created, Created), "a fork does not fork again"
+        self._actors.num_stored += turn.request.store
+        return created
 
     async def _open(
         self, actor: Actor, turn: "_NewTurn", parent_id: str | None, base: Base | None

@@ -1,0 +1,379 @@
+"""The Hub: ownership, idempotency, memory-only responses, deletion, limits, activation, drain."""
+
+import asyncio
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hillstar.engine.messages import Park, Release, Unpark, pack_ids, unpack_ids
+from hillstar.server.errors import ApiError
+from hillstar.server.registry import HubLimits
+from support.fake_engine import FakeEngine
+from support.hub_world import ALICE, BOB, Listener, Socket, World, ask, world
+
+
+def last_prompt(made: World) -> str:
+    return "".join(map(chr, unpack_ids(made.engine.submits[-1].prompt_ids)))
+
+
+def holds(data_dir: Path, data: bytes) -> bool:
+    """Whether any file of the journal holds these bytes."""
+    return any(data in file.read_bytes() for file in data_dir.iterdir())
+
+
+async def refused(work: Any) -> ApiError:
+    with pytest.raises(ApiError) as refusal:
+        await work
+    return refusal.value
+
+
+async def test_somebody_elses_id_is_an_unknown_id(tmp_path: Path) -> None:
+    """On every operation, another tenant's id answers exactly as one that never was."""
+    async with world(tmp_path) as made:
+        response = (await made.say("a")).response
+        hub, known = made.hub, response["id"]
+        conversation = response["conversation"]["id"]
+
+        async def answers(name: str, conv: str) -> list[tuple[int, str, str]]:
+            errors = [
+                await refused(hub.get(BOB, name)),
+                await refused(hub.cancel(BOB, name)),
+                await refused(hub.wait_done(BOB, name)),
+                await refused(hub.delete(BOB, name)),
+                await refused(hub.input_items(BOB, name)),
+                await refused(
+                    hub.follow(BOB, name, starting_after=None, follower=Listener(), scope=Socket())
+                ),
+                await refused(made.create(ask(previous_response_id=name), who=BOB)),
+                await refused(made.create(ask(conversation=conv), who=BOB)),
+                await refused(hub.get_conversation(BOB, conv)),
+                await refused(hub.delete_conversation(BOB, conv)),
+            ]
+            return [
+                (e.status, e.code, e.message.replace(name, "ID").replace(conv, "ID"))
+                for e in errors
+            ]
+
+        await hub.hint(BOB, "typing", conversation_id=conversation)
+        assert await answers(known, conversation) == await answers("resp_x", "conv_x")
+        assert (await hub.get(ALICE, known)) == response
+
+
+async def test_a_client_event_id_makes_one_response(tmp_path: Path) -> None:
+    """The same key under the same parent replays; another tenant or parent makes its own."""
+    async with world(tmp_path) as made:
+        request = ask("a", h_client_event_id="once")
+        (one, first), (two, second) = await asyncio.gather(
+            made.create(request), made.create(request)
+        )
+        assert one.response_id == two.response_id
+        assert sorted((one.replayed, two.replayed)) == [False, True]
+        assert await first.wait_done() == await second.wait_done()
+        other, _ = await made.create(request, who=BOB)
+        assert not other.replayed
+        child = ask("a", h_client_event_id="once", previous_response_id=one.response_id)
+        assert not (await made.create(child))[0].replayed
+    async with world(tmp_path) as made:
+        again, replay = await made.create(request)
+        assert again.replayed and again.response_id == one.response_id
+        assert replay.events == first.events
+
+
+async def test_a_failed_create_leaves_its_key_free(tmp_path: Path) -> None:
+    """A key is taken by a response, not by an attempt."""
+    async with world(tmp_path) as made:
+        bad = ask("a", h_client_event_id="k", model="other")
+        assert (await refused(made.create(bad))).code == "model_not_found"
+        created, _ = await made.create(ask("a", h_client_event_id="k"))
+        assert not created.replayed
+
+
+async def test_memory_only_responses(tmp_path: Path) -> None:
+    """`store: false` is a parent on its own connection only, and gone with it."""
+    async with world(tmp_path) as made:
+        mine, other = Socket(), Socket()
+        first = await made.say("secret", store=False, scope=mine)
+        parent = first.response["id"]
+        assert await made.hub.get(ALICE, parent) == first.response
+        replay = Listener()
+        await made.hub.follow(ALICE, parent, starting_after=None, follower=replay, scope=mine)
+        assert replay.events == first.events
+        second = await made.say("b", store=False, scope=mine, previous_response_id=parent)
+        assert second.response["conversation"] == first.response["conversation"]
+        assert "[secret]" in last_prompt(made)
+        for scope in (other, None):
+            error = await refused(
+                made.create(ask("c", store=False, previous_response_id=parent), scope=scope)
+            )
+            assert error.code == "previous_response_not_found"
+        fork = await made.say("d", store=False, scope=mine, previous_response_id=parent)
+        assert fork.response["conversation"] != first.response["conversation"]
+        assert made.query("SELECT count(*) FROM responses") == [(0,)]
+        made.hub.disconnected(mine)
+        await asyncio.sleep(0)
+        made.hub.stats()
+        error = await refused(made.create(ask(previous_response_id=parent), scope=mine))
+        assert error.code == "previous_response_not_found"
+
+
+async def test_a_stored_turn_upon_a_memory_only_one_keeps_only_itself(tmp_path: Path) -> None:
+    """The stored child's own items are kept; the unstored parent's tokens are in no file."""
+    async with world(tmp_path) as made:
+        socket = Socket()
+        first = await made.say("unspoken", store=False, scope=socket)
+        child = await made.say("b", scope=socket, previous_response_id=first.response["id"])
+        assert "[unspoken]" in last_prompt(made)
+        assert await made.hub.get(ALICE, child.response["id"]) == child.response
+        further = await made.say("c", previous_response_id=child.response["id"])
+        assert "[unspoken]" in last_prompt(made)
+        assert further.response["conversation"] == child.response["conversation"]
+    assert not holds(tmp_path, b"unspoken")
+    assert not holds(tmp_path, pack_ids([ord(c) for c in "unspoken"]))
+    async with world(tmp_path) as made:
+        error = await refused(made.create(ask(previous_response_id=further.response["id"])))
+        assert error.code == "previous_response_not_found"
+
+
+async def test_memory_only_work_ends_with_its_connection(tmp_path: Path) -> None:
+    """By default an unstored response is cancelled when nobody follows it any more."""
+    async with world(tmp_path, engine=FakeEngine(auto=False)) as made:
+        socket = Socket()
+        _, listener = await made.create(ask("a", store=False), scope=socket)
+        await made.engine.until(lambda: bool(made.engine.submits))
+        made.hub.disconnected(socket)
+        made.engine.auto = True
+        made.engine.resume_reading()
+        await made.engine.until(lambda: made.engine.running == [])
+        assert not listener.is_done  # it had left
+
+
+async def test_store_false_does_not_enter_a_conversation(tmp_path: Path) -> None:
+    """A stored conversation takes stored turns only; the refusal names the field."""
+    async with world(tmp_path) as made:
+        conversation = (await made.hub.create_conversation(ALICE, {}))["id"]
+        error = await refused(made.create(ask(conversation=conversation, store=False)))
+        assert (error.status, error.param) == (400, "store")
+        both = ask(conversation=conversation, previous_response_id="resp_x")
+        assert (await refused(made.create(both))).status == 400
+
+
+async def test_an_unstored_child_of_a_stored_response_forks(tmp_path: Path) -> None:
+    """Nothing unstored ever becomes part of a stored conversation."""
+    async with world(tmp_path) as made:
+        first = await made.say("a")
+        side = await made.say("b", store=False, previous_response_id=first.response["id"])
+        assert side.response["conversation"] != first.response["conversation"]
+        main = await made.say("c", previous_response_id=first.response["id"])
+        assert main.response["conversation"] == first.response["conversation"]
+        assert "[b]" not in last_prompt(made)
+
+
+async def test_a_deleted_response_is_forgotten_everywhere(tmp_path: Path) -> None:
+    """Its id is unknown, its blocks are given back, later prompts are built without it."""
+    async with world(tmp_path) as made:
+        first = (await made.say("a")).response["id"]
+        second = (await made.say("hush", previous_response_id=first)).response["id"]
+        third = (await made.say("c", previous_response_id=second)).response
+        await made.hub.delete(ALICE, second)
+        assert (await refused(made.hub.get(ALICE, second))).code == "response_not_found"
+        assert (await refused(made.hub.delete(ALICE, second))).code == "response_not_found"
+        assert Release(third["conversation"]["id"], True) in made.engine.sent
+        assert await made.hub.get(ALICE, third["id"]) == third
+        after = await made.say("d", previous_response_id=third["id"])
+        assert after.response["conversation"] == third["conversation"]
+        assert "[hush]" not in last_prompt(made) and "[c]" in last_prompt(made)
+    async with world(tmp_path) as made:
+        await made.say("e", previous_response_id=after.response["id"])
+        assert "[hush]" not in last_prompt(made) and "[d]" in last_prompt(made)
+
+
+async def test_deleting_the_last_turn_takes_the_conversation_back(tmp_path: Path) -> None:
+    """The conversation then ends at the turn before, and is continued from there."""
+    async with world(tmp_path) as made:
+        first = (await made.say("a")).response
+        second = (await made.say("hush", previous_response_id=first["id"])).response["id"]
+        await made.hub.delete(ALICE, second)
+        again = await made.say("b", previous_response_id=first["id"])
+        assert again.response["conversation"] == first["conversation"]
+        assert "[hush]" not in last_prompt(made)
+
+
+async def test_deleting_a_running_response_cancels_it(tmp_path: Path) -> None:
+    """Nothing of it is left, in the engine either."""
+    async with world(tmp_path, engine=FakeEngine(auto=False)) as made:
+        opened, listener = await made.create(ask("a"))
+        await made.engine.until(lambda: bool(made.engine.submits))
+        made.engine.auto = True
+        await made.hub.delete(ALICE, opened.response_id)
+        assert listener.response["status"] == "cancelled"
+        assert made.engine.running == []
+        assert made.query("SELECT count(*) FROM responses") == [(0,)]
+
+
+async def test_deleting_a_conversation_ends_and_erases_its_turns(tmp_path: Path) -> None:
+    """Running and waiting turns are cancelled first; a fork keeps working."""
+    async with world(tmp_path) as made:
+        first = (await made.say("a")).response
+        await made.say("b", previous_response_id=first["id"])
+        fork = (await made.say("c", previous_response_id=first["id"])).response
+        made.engine.auto = False
+        conversation = first["conversation"]["id"]
+        opened, running = await made.create(ask("d", conversation=conversation))
+        await made.engine.until(lambda: len(made.engine.submits) == 4)
+        made.engine.auto = True
+        await made.hub.delete_conversation(ALICE, conversation)
+        assert running.response["status"] == "cancelled"
+        for work in (
+            made.hub.get(ALICE, opened.response_id),
+            made.hub.get(ALICE, first["id"]),
+            made.hub.get_conversation(ALICE, conversation),
+            made.create(ask("e", conversation=conversation)),
+        ):
+            assert (await refused(work)).status == 404
+        assert await made.hub.get(ALICE, fork["id"]) == fork
+        await made.say("f", previous_response_id=fork["id"])
+
+
+@pytest.mark.parametrize(
+    ("limits", "refusal"),
+    [
+        (HubLimits(max_responses=2), "The server has 2"),
+        (HubLimits(max_responses_per_tenant=2), "You have 2"),
+    ],
+)
+async def test_unfinished_responses_are_limited(
+    tmp_path: Path, limits: HubLimits, refusal: str
+) -> None:
+    """Above the limit a create is refused as overload; ended responses count no longer."""
+    async with world(tmp_path, engine=FakeEngine(auto=False), limits=limits) as made:
+        opened = [await made.create(ask("a")) for _ in range(2)]
+        error = await refused(made.create(ask("a")))
+        assert (error.status, error.code) == (503, "server_overloaded")
+        assert error.retryable and error.message.startswith(refusal)
+        made.engine.auto = True
+        await made.hub.cancel(ALICE, opened[0][0].response_id)
+        await made.create(ask("a"))
+
+
+async def test_idle_sessions_make_room_and_come_back(tmp_path: Path) -> None:
+    """Above the cap idle actors leave memory; their conversations go on as if they had not."""
+    limits = HubLimits(max_active_sessions=2)
+    async with world(tmp_path, limits=limits) as made:
+        chats = [(await made.say(f"{i}")).response for i in range(6)]
+        sessions = made.hub.stats().num_sessions
+        assert sessions["awake"] <= 2 and sessions["awake"] + sessions["hibernated"] == 6
+        for i, chat in enumerate(chats):
+            again = await made.say("more", previous_response_id=chat["id"])
+            assert again.response["conversation"] == chat["conversation"]
+            assert last_prompt(made).startswith(f"<>[{i}]")
+
+
+async def test_a_hint_activates_the_conversation(tmp_path: Path) -> None:
+    """`typing` loads the session before the message comes; no hint is ever an error."""
+    async with world(tmp_path) as made:
+        chat = (await made.say("a")).response
+    async with world(tmp_path) as made:
+        assert made.hub.stats().num_sessions["awake"] == 0
+        await made.hub.hint(ALICE, "typing", previous_response_id=chat["id"])
+        assert made.hub.stats().num_sessions == {"awake": 1, "hibernated": 0}
+        await made.hub.hint(ALICE, "typing", conversation_id="conv_x")
+        await made.hub.hint(ALICE, "leaving", conversation_id=chat["conversation"]["id"])
+        await made.say("b", previous_response_id=chat["id"])
+
+
+async def test_draining_finishes_what_runs_and_refuses_the_rest(tmp_path: Path) -> None:
+    """Creates are refused while the running responses end."""
+    async with world(tmp_path, engine=FakeEngine(auto=False)) as made:
+        _, listener = await made.create(ask("a"))
+        draining = asyncio.create_task(made.hub.drain(60))
+        await asyncio.sleep(0)
+        assert (await refused(made.create(ask("b")))).code == "server_draining"
+        assert made.hub.stats().draining and not draining.done()
+        made.engine.auto = True
+        made.engine.resume_reading()
+        await draining
+        assert listener.is_done
+
+
+async def test_what_a_drain_stops_goes_on_in_the_next_server(tmp_path: Path) -> None:
+    """At the deadline a response stops at a token; the next server continues with the next one."""
+    async with world(tmp_path, engine=FakeEngine(auto=False)) as made:
+        opened, listener = await made.create(ask("a", max_output_tokens=9, h_ignore_eos=True))
+        await made.engine.until(lambda: bool(made.engine.submits))
+        made.engine.step()
+        made.engine.step()
+        await listener.wait_for(6)
+        await made.hub.drain(0)
+        made.engine.step()
+        seen = len(listener.events)
+    async with world(tmp_path) as made:
+        rest = Listener()
+        await made.hub.follow(
+            ALICE, opened.response_id, starting_after=seen - 1, follower=rest, scope=None
+        )
+        await rest.wait_done()
+        assert (listener.text + rest.text) == (
+            await made.say("a", max_output_tokens=9, h_ignore_eos=True)
+        ).text
+
+
+async def test_a_full_disk_parks_what_runs(tmp_path: Path) -> None:
+    """Running responses park, creates get 503, unstored ones go on; then all is as before."""
+    engine = FakeEngine(auto=False)
+    async with world(tmp_path, engine=engine) as made:
+        _, listener = await made.create(ask("a", max_output_tokens=9, h_ignore_eos=True))
+        await engine.until(lambda: bool(engine.submits))
+        engine.step()
+        await listener.wait_for(5)
+        seen = len(listener.events)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        size = (tmp_path / "journal.sqlite3-wal").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            engine.step()
+            await engine.until(lambda: isinstance(engine.sent[-1], Park))
+            assert not made.hub.stats().storage_available
+            error = await refused(made.create(ask("b")))
+            assert (error.status, error.code) == (503, "storage_unavailable")
+            assert len(listener.events) == seen  # nothing unstored was sent
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        await engine.until(lambda: isinstance(engine.sent[-1], Unpark))
+        engine.auto = True
+        engine.resume_reading()
+        await listener.wait_done()
+        assert listener.response["usage"]["output_tokens"] == 9
+        assert made.hub.stats().storage_available
+
+
+async def test_a_scope_that_leaves_during_its_create_still_leaves(tmp_path: Path) -> None:
+    """A disconnect that overtakes the create is applied once the response exists."""
+    async with world(tmp_path, engine=FakeEngine(auto=False)) as made:
+        socket = Socket()
+        creating = asyncio.create_task(
+            made.create(ask("a", h_on_disconnect="cancel"), scope=socket)
+        )
+        await asyncio.sleep(0)
+        made.hub.disconnected(socket)
+        opened, _ = await creating
+        made.engine.auto = True
+        made.engine.resume_reading()
+        response = await made.hub.wait_done(ALICE, opened.response_id)
+        assert response["status"] == "cancelled"
+
+
+async def test_many_streams_of_many_tenants_at_once(tmp_path: Path) -> None:
+    """Interleaved streams do not disturb each other, and their ends leave nothing behind."""
+    async with world(tmp_path) as made:
+        alone = {text: (await made.say(text)).text for text in "abcdefgh"}
+        made_at_once = await asyncio.gather(
+            *(made.say(text, who=who) for text in alone for who in (ALICE, BOB))
+        )
+        assert [listener.text for listener in made_at_once] == [
+            text for text in alone.values() for _ in range(2)
+        ]
+        assert made.hub.stats().num_responses == {}
+        salts = {submit.salt for submit in made.engine.submits}
+        assert len(salts) == 2
