@@ -39,7 +39,7 @@ import triton
 import triton.language as tl
 
 from hillstar.kernels.checks import FLOATS, check_tensor
-from hillstar.kernels.jit import jit
+from hillstar.kernels.jit import jit, jit_with
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ def _attend(
     return acc, maximum, total
 
 
-@jit
+@jit_with(do_not_specialize=["num_rows", "stride_table"])
 def _attention_kernel(
     q: tl.tensor,
     kv: tl.tensor,
@@ -380,7 +380,7 @@ def _attention_kernel(
         tl.store(part_where, result, mask=(valid & has_keys)[:, None] & in_head)
 
 
-@jit
+@jit_with(do_not_specialize=["num_rows"])
 def _reduce_kernel(
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
@@ -491,7 +491,7 @@ def paged_attention(
             "BLOCK_M": tiling.block_m,
             "NUM_SPLITS": splits,
             "SHORT_Q": short_q,
-            "ROWS_PADDED": triton.next_power_of_2(num_rows),
+            "ROWS_PADDED": 1 if is_short else triton.next_power_of_2(num_rows),
             "IS_SHORT": is_short,
         }
         _attention_kernel[(num_slots, num_kv_heads, splits)](

@@ -4,12 +4,15 @@ Triton decides when a kernel is decorated, so the variable is set before any ker
 """
 
 import os
+import sys
 from typing import Any
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
+    # Kernels imported by another test module without the variable would not be interpreted.
+    assert "hillstar.kernels.jit" not in sys.modules or "TRITON_INTERPRET" in os.environ
     os.environ["TRITON_INTERPRET"] = "1"
 
 
