@@ -12,11 +12,12 @@ from typing import Any
 
 from hillstar.engine.messages import Output
 from hillstar.server import reads
+from hillstar.server.conversation import Conversation, Services
 from hillstar.server.mail import Arrived, Failed, Lost, Mail
 from hillstar.server.mailbox import Mailbox, RunQueue
 from hillstar.server.records import ConversationRow, Fence, TurnRow
 from hillstar.server.sequences import Sequence
-from hillstar.server.session import Services, Session
+from hillstar.server.session import Session
 from hillstar.server.tasks import Tasks
 
 MAX_USER_MESSAGES = 256
@@ -58,10 +59,10 @@ class Actor:
     def begin(self, row: ConversationRow, *, is_durable: bool) -> None:
         """Start with a new conversation, stored with its first turn."""
         self.is_durable = is_durable
-        fence = self._claim()
-        self._session = Session(
-            self._services, self, row, fence, is_durable=is_durable, is_stored=False
+        conversation = Conversation(
+            row=row, fence=self._claim(), is_durable=is_durable, is_stored=False
         )
+        self._session = Session(self._services, self, conversation)
         self._mailbox.resume()
 
     def activate(self) -> None:
@@ -161,18 +162,32 @@ class Actor:
                 self._gone(self)
                 return
             row, rows, last_id = state.row, state.open_turns, state.last_id
+            if old is not None:
+                await self._settle(old, rows)
         else:
             assert old is not None, "what is kept in memory is not loaded"
-            row, last_id = old.row, old.last_id
-        session = Session(
-            self._services,
-            self,
-            row,
-            fence,
+            row, last_id = old.conversation.row, old.conversation.last_id
+        conversation = Conversation(
+            row=row,
+            fence=fence,
             is_durable=self.is_durable,
             is_stored=self.is_durable,
             last_id=last_id,
         )
+        session = Session(self._services, self, conversation)
         session.restore(rows, old, failed=len(self._recent_crashes) >= MAX_CRASHES)
         self._session = session
         self._mailbox.resume()
+
+    async def _settle(self, old: Session, open_turns: tuple[TurnRow, ...]) -> None:
+        """Tell of the turns whose end was stored while their session failed."""
+        unfinished = {row.id for row in open_turns}
+        for turn in old.turns:
+            if not turn.is_stored or turn.id in unfinished:
+                continue
+            row = await self._services.journal.read(reads.load_turn, turn.id)
+            if row is not None and row.finish is not None:
+                recalled = await self._services.historian.recall(row)
+                turn.catch_up(recalled.events)
+                turn.answer_waiters(recalled.response)
+            self._services.directory.ended(turn.id, keep=False)

@@ -144,8 +144,12 @@ class LiveTurn:
             return
         self.is_cancelled, self.is_paused = old.is_cancelled, old.is_paused
         self.scopes, self.waiters, self.follows = old.scopes, old.waiters, old.follows
+        self.catch_up(self.events)
+
+    def catch_up(self, events: list[Event | TextDelta]) -> None:
+        """Give every follower what it lacks of the log `events`."""
         for follow in self.follows:
-            missed = self.events[follow.next_number :]
+            missed = events[follow.next_number :]
             if missed:
                 follow.follower.post(self.row.id, missed)
                 follow.next_number += len(missed)
@@ -171,14 +175,12 @@ class LiveTurn:
         self.follows = [follow for follow in self.follows if follow.scope is not scope]
         return not self.follows
 
-    def answer_waiters(self) -> None:
-        """Everybody who waits for the end gets the response as it is now."""
-        if self.waiters:
-            response = self.stream.response_object()
-            for waiter in self.waiters:
-                if not waiter.done():
-                    waiter.set_result(response)
-            self.waiters.clear()
+    def answer_waiters(self, response: dict[str, Any]) -> None:
+        """Everybody who waits for the end gets the response."""
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(response)
+        self.waiters.clear()
 
     def reject(self, error: Exception) -> None:
         """Tell the create that waits."""

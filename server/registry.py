@@ -15,6 +15,7 @@ import msgspec
 
 from hillstar.server import reads
 from hillstar.server.actors import ActorTable
+from hillstar.server.conversation import Services
 from hillstar.server.creates import CreateKeys
 from hillstar.server.directory import Directory
 from hillstar.server.engineport import Engine
@@ -53,7 +54,6 @@ from hillstar.server.records import EraseTurns, OpenConversation, TurnRow
 from hillstar.server.request import CreateResponse
 from hillstar.server.resource import input_items
 from hillstar.server.sequences import SequenceTable
-from hillstar.server.session import Services
 
 SWEEP_S = 5.0
 

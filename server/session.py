@@ -1,23 +1,18 @@
 """The session: one conversation's behaviour, as synchronous reactions to messages.
 
-Turns run one at a time, in the order in which they were opened. A turn goes PREPARING (its prompt
-is built in a thread) → OPENING (stored) → RUNNING → ENDING (its end is stored) → ENDED; one that
-comes while another lives is stored first, waits QUEUED, and is prepared when its time comes.
-Nothing is posted to a follower before what it tells of is stored.
+It decides the order: turns run one at a time, in the order in which they were opened, and what
+may continue the conversation and what must fork. How a single turn goes is `course`'s.
 """
 
 import asyncio
-import hashlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
 
 import msgspec
 
-from hillstar.engine.messages import Finish, FinishReason, Output, Submit
-from hillstar.server.directory import Directory
+from hillstar.server.conversation import Address, Conversation, Services, resolve
+from hillstar.server.course import Course
 from hillstar.server.errors import (
     ApiError,
     conflict,
@@ -26,10 +21,8 @@ from hillstar.server.errors import (
     previous_response_not_found,
     server_overloaded,
 )
-from hillstar.server.events import TurnEnd
-from hillstar.server.history import Historian, Prepared, continued, decode_request, stored_logprobs
+from hillstar.server.history import decode_request
 from hillstar.server.ids import new_id
-from hillstar.server.journal import Journal
 from hillstar.server.live import LiveTurn, Phase
 from hillstar.server.mail import (
     Arrived,
@@ -52,89 +45,33 @@ from hillstar.server.mail import (
     TurnStored,
     Unfollow,
 )
-from hillstar.server.ports import Created, Followed, Observer, Scope
+from hillstar.server.ports import Followed, Scope
 from hillstar.server.reads import Place
-from hillstar.server.records import (
-    NOT_STORED,
-    ConversationRow,
-    Fence,
-    FinishTurn,
-    OpenTurn,
-    PlacePrompt,
-    TurnRow,
-)
-from hillstar.server.request import Message
-from hillstar.server.sequences import Owner, Sequence, SequenceTable
-from hillstar.server.text import ParentContext
-from hillstar.server.writer import Fenced
+from hillstar.server.records import NOT_STORED, TurnRow
 
 MAX_QUEUED_TURNS = 64  # of one conversation
 
 encode = msgspec.msgpack.Encoder().encode
-decode_finish = msgspec.msgpack.Decoder(Finish).decode
-decode_items = msgspec.msgpack.Decoder(tuple[Message, ...]).decode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Services:
-    """What all sessions work with."""
-
-    journal: Journal
-    sequences: SequenceTable
-    historian: Historian
-    directory: Directory
-    observer: Observer
-    loop: asyncio.AbstractEventLoop
-
-
-class Address(Owner, Protocol):
-    """The session's actor: how what a session has started comes back to it."""
-
-    def tell(self, message: Mail) -> None: ...
-
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run slow work beside the actor; its failure is the actor's."""
-        ...
 
 
 class Session:
     """Owned and called by its actor alone."""
 
-    def __init__(
-        self,
-        services: Services,
-        address: Address,
-        row: ConversationRow,
-        fence: Fence,
-        *,
-        is_durable: bool,
-        is_stored: bool,
-        last_id: str | None = None,
-    ) -> None:
-        """`is_durable`: journaled. `is_stored`: the journal has its row. `last_id`: its end."""
+    def __init__(self, services: Services, address: Address, conversation: Conversation) -> None:
         self._services = services
-        self._address = address
-        self._row = row
-        self._fence = fence
-        self._is_durable = is_durable
-        self._is_stored = is_stored
-        self._last_id = last_id
-        self._context: ParentContext | None = None  # after the last turn, if at hand
+        self._conversation = conversation
+        self._course = Course(
+            services, address, conversation, waits=lambda turn: self._advance(), left=self._remove
+        )
         self._turns: dict[str, LiveTurn] = {}  # unfinished, in order
-        self._past: dict[str, tuple[LiveTurn, ParentContext]] = {}  # ended, kept in memory only
         self._scope: Scope | None = None  # whose the turns in memory are
         self._writer: Scope | None = None
         self._closing: list[asyncio.Future[None]] = []
         self._is_closing = False
 
     @property
-    def row(self) -> ConversationRow:
-        return self._row
-
-    @property
-    def last_id(self) -> str | None:
-        """The end of the conversation."""
-        return self._last_id
+    def conversation(self) -> Conversation:
+        return self._conversation
 
     @property
     def is_idle(self) -> bool:
@@ -147,7 +84,7 @@ class Session:
     @property
     def is_orphan(self) -> bool:
         """Kept in memory only, and nobody may continue it any more."""
-        return not self._is_durable and self._scope is None
+        return not self._conversation.is_durable and self._scope is None
 
     @property
     def turns(self) -> tuple[LiveTurn, ...]:
@@ -157,32 +94,34 @@ class Session:
         """React to one message."""
         match message:
             case Arrived():
-                self._arrived(message.sequence, message.output)
+                turn = self._turns.get(message.sequence.response_id)
+                if turn is not None:
+                    self._course.arrived(turn, message.sequence, message.output)
             case TurnStored():
-                self._turn_stored(message.turn, message.error)
+                self._course.turn_stored(message.turn, message.error)
             case EndStored():
-                self._end_stored(message.turn, message.error)
+                self._course.end_stored(message.turn, message.error)
             case PromptBuilt():
-                self._prompt_built(message.turn, message.result)
+                self._course.prompt_built(message.turn, message.result)
             case Open():
                 self._open(message)
             case FollowIt():
-                _answer(message.answer, self._follow(message))
+                resolve(message.answer, self._follow(message))
             case Unfollow():
                 if (turn := self._turns.get(message.response_id)) is not None:
                     turn.unfollow(message.follower)
             case Show():
                 turn = self._known(message.response_id)
-                _answer(message.answer, turn and turn.stream.response_object())
+                resolve(message.answer, turn and turn.stream.response_object())
             case ShowInput():
                 turn = self._known(message.response_id)
-                _answer(message.answer, turn and turn.request)
+                resolve(message.answer, turn and turn.request)
             case AwaitEnd():
                 self._await_end(message)
             case Disconnected():
                 self._disconnected(message.scope)
             case Forget():
-                _answer(message.answer, self._forget(message.response_id))
+                resolve(message.answer, self._forget(message.response_id))
             case Erased():
                 self._erased(message.response_id, message.last_id)
             case Close():
@@ -203,27 +142,33 @@ class Session:
         """
         if old is not None:
             self._writer, self._scope = old._writer, old._scope
-            self._past = old._past
+            self._conversation.past = old._conversation.past
             self._is_closing, self._closing = old._is_closing, old._closing
         for row in rows:
-            services, before = self._services, old._turns.get(row.id) if old is not None else None
-            if failed and before is not None:
-                row = replace(row, output_ids=row.output_ids[: 4 * before.num_handled])
-            request = decode_request(row.request)
-            stream = services.historian.stream(row, request)
-            turn = LiveTurn(row, request, stream, Phase.QUEUED, services.loop.time())
-            services.directory.adopt(Place(row.id, row.conversation_id, row.tenant))
-            self._turns[row.id] = turn
-            turn.restore(before)
-            if before is not None:
-                turn.prepared = None if self._is_durable else before.prepared
-            else:
-                turn.is_cancelled = request.on_disconnect == "cancel"
-                turn.is_paused = request.on_disconnect == "pause"
+            before = old._turns.get(row.id) if old is not None else None
+            self._restore_turn(row, before, failed)
         for turn in self.turns:
             if failed:
-                self._end(turn, "error", "server_error", "The server failed on this response.")
+                self._course.end(
+                    turn, "error", "server_error", "The server failed on this response."
+                )
         self._advance()
+
+    def _restore_turn(self, row: TurnRow, before: LiveTurn | None, failed: bool) -> None:
+        services = self._services
+        if failed and before is not None:
+            row = replace(row, output_ids=row.output_ids[: 4 * before.num_handled])
+        request = decode_request(row.request)
+        stream = services.historian.stream(row, request)
+        turn = LiveTurn(row, request, stream, Phase.QUEUED, services.loop.time())
+        services.directory.adopt(Place(row.id, row.conversation_id, row.tenant))
+        self._turns[row.id] = turn
+        turn.restore(before)
+        if before is None:
+            turn.is_cancelled = request.on_disconnect == "cancel"
+            turn.is_paused = request.on_disconnect == "pause"
+        elif failed or not self._conversation.is_durable:
+            turn.prepared = before.prepared
 
     def abandon(self) -> tuple[TurnRow, ...]:
         """Stop everything that runs; the rows of the stored turns, as far as memory knows them.
@@ -232,6 +177,7 @@ class Session:
         """
         rows: list[TurnRow] = []
         for turn in self.turns:
+            turn.phase = Phase.ENDED  # here; what is still on its way to it is for nobody
             if turn.sequence is not None:
                 self._services.sequences.discard(turn.sequence)
             if turn.is_stored:
@@ -248,31 +194,38 @@ class Session:
 
     def _open(self, message: Open) -> None:
         try:
-            answer = self._admit(message)
+            fork = self._admit(message)
         except ApiError as error:
-            _fail(message.answer, error)
+            if not message.answer.done():
+                message.answer.set_exception(error)
             return
-        if answer is not None:
-            _answer(message.answer, answer)
+        if fork is not None:
+            resolve(message.answer, fork)
 
     def _admit(self, message: Open) -> MustFork | None:
         """Take a new turn on, or say that it must fork. Raises ApiError."""
         if self._is_closing:
-            raise conversation_not_found(self._row.id)
+            raise conversation_not_found(self._conversation.row.id)
         request = message.request
         if message.parent_id is not None:
             base = self._base(message.parent_id, message.scope)
-            if base.parent_id != self._last_id or self._turns or request.store != self._is_durable:
+            if (
+                base.parent_id != self._conversation.last_id
+                or self._turns
+                or request.store != self._conversation.is_durable
+            ):
                 return MustFork(base)
         elif request.conversation is not None and not request.store:
             raise invalid("A response in a conversation is stored; 'store' must be true.", "store")
         if len(self._turns) >= MAX_QUEUED_TURNS:
             raise server_overloaded(f"{MAX_QUEUED_TURNS} turns of this conversation wait already.")
         turn = self._new_turn(message)
-        self._services.directory.admit(Place(turn.id, self._row.id, self._row.tenant))
+        self._services.directory.admit(
+            Place(turn.id, self._conversation.row.id, self._conversation.row.tenant)
+        )
         if request.conversation is not None:
             self._take_writer_lease(message.scope)
-        if not self._is_durable:
+        if not self._conversation.is_durable:
             self._scope = message.scope
         turn.answer = message.answer
         if message.follower is not None:
@@ -281,9 +234,9 @@ class Session:
             turn.scopes.add(message.scope)
         self._turns[turn.id] = turn
         if len(self._turns) == 1:
-            self._prepare(turn, message.base)
+            self._course.prepare(turn, message.base)
         else:
-            self._store(turn)
+            self._course.store(turn)
         return None
 
     def _base(self, parent_id: str, scope: Scope | None) -> Base:
@@ -294,12 +247,14 @@ class Session:
                 f"Response '{parent_id}' has not ended yet.",
                 "previous_response_id",
             )
-        if self._is_durable:
-            context = self._context if parent_id == self._last_id else None
+        if self._conversation.is_durable:
+            context = (
+                self._conversation.context if parent_id == self._conversation.last_id else None
+            )
             return Base(parent_id, context, True)
-        if parent_id not in self._past or scope is None or scope is not self._scope:
+        if parent_id not in self._conversation.past or scope is None or scope is not self._scope:
             raise previous_response_not_found(parent_id)
-        return Base(parent_id, self._past[parent_id][1], False)
+        return Base(parent_id, self._conversation.past[parent_id][1], False)
 
     def _new_turn(self, message: Open) -> LiveTurn:
         services, request = self._services, message.request
@@ -308,8 +263,8 @@ class Session:
         row = TurnRow(
             key=services.journal.new_key(),
             id=new_id("resp"),
-            conversation_id=self._row.id,
-            tenant=self._row.tenant,
+            conversation_id=self._conversation.row.id,
+            tenant=self._conversation.row.tenant,
             created_at=time.time(),
             request=encode(request),
             seed=secrets.randbits(63) if seed is None else seed,
@@ -324,259 +279,30 @@ class Session:
         """The newest writer wins; the older one is told and stays a reader."""
         older, self._writer = self._writer, scope
         if older is not None and older is not scope:
-            older.superseded(self._row.id)
-
-    # Preparing and storing.
-
-    def _prepare(self, turn: LiveTurn, base: Base | None = None) -> None:
-        """Build the prompt in a thread: after the end of the conversation, or where it forks."""
-        if turn.prepared is not None:
-            self._run(turn)
-            return
-        turn.phase = Phase.PREPARING
-        historian = self._services.historian
-        if turn.row.prompt_ids is not None or turn.row.output_ids:
-            row = turn.row
-            self._build(turn, lambda: historian.restore(row))
-            return
-        if base is not None:
-            parent_id, context = base.parent_id, base.context
-        else:
-            parent_id, context = self._last_id or self._row.parent_id, self._context
-        if parent_id is None:
-            opening = decode_items(self._row.items)
-            if opening:
-                turn.request = msgspec.structs.replace(
-                    turn.request, input=opening + turn.request.input
-                )
-                turn.row = replace(turn.row, request=encode(turn.request))
-        turn.row = replace(turn.row, parent_id=parent_id)
-        request = turn.request
-        self._build(turn, lambda: historian.prepare(request, parent_id, context))
-
-    def _build(self, turn: LiveTurn, work: Callable[[], Awaitable[Prepared]]) -> None:
-        async def build() -> None:
-            result: Prepared | ApiError
-            try:
-                result = await work()
-            except ApiError as refusal:
-                result = refusal
-            self._address.tell(PromptBuilt(turn, result))
-
-        self._address.start(build())
-
-    def _prompt_built(self, turn: LiveTurn, result: Prepared | ApiError) -> None:
-        if self._turns.get(turn.id) is not turn:
-            return
-        if isinstance(result, ApiError):
-            if not turn.is_stored:
-                self._reject(turn, result)
-            elif turn.is_cancelled:
-                self._end(turn, "cancelled")
-            else:
-                self._end(turn, "refused", result.code, result.message)
-            return
-        turn.prepared = result
-        if turn.row.prompt_ids is not None or turn.row.output_ids:
-            self._run(turn)
-            return
-        if turn.row.base_tokens != NOT_STORED:
-            inherited = result.prompt.num_inherited
-            own = result.prompt.prompt_ids[4 * inherited :]
-            turn.row = replace(turn.row, base_tokens=inherited, prompt_ids=own)
-        self._store(turn)
-
-    def _store(self, turn: LiveTurn) -> None:
-        """Store the turn as far as it is known."""
-        turn.phase = Phase.OPENING
-        if not self._is_durable:
-            self._turn_stored(turn, None)
-            return
-        write: OpenTurn | PlacePrompt
-        if turn.is_stored:
-            write = PlacePrompt(self._fence, turn.row)
-        else:
-            conversation = None if self._is_stored else self._row
-            write = OpenTurn(self._fence, turn.row, conversation)
-        tell = self._address.tell
-        self._services.journal.write(write, lambda error: tell(TurnStored(turn, error)))
-
-    def _turn_stored(self, turn: LiveTurn, error: Exception | None) -> None:
-        if self._turns.get(turn.id) is not turn or isinstance(error, Fenced):
-            return
-        if isinstance(error, ApiError) and not turn.is_stored:
-            self._reject(turn, error)
-            return
-        if error is not None:
-            raise error
-        self._is_stored = True
-        if not turn.is_stored:
-            turn.is_stored = True
-            if turn.answer is not None:
-                _answer(turn.answer, Created(turn.id, self._row.id, False))
-                turn.answer = None
-            turn.emit(turn.stream.open())
-        if turn.prepared is not None:
-            self._run(turn)
-        else:
-            turn.phase = Phase.QUEUED
-            if turn.is_cancelled:
-                self._end(turn, "cancelled")
-            else:
-                self._advance()
-
-    def _reject(self, turn: LiveTurn, error: ApiError) -> None:
-        """The turn never was: only its create hears of it."""
-        turn.phase = Phase.ENDED
-        turn.reject(error)
-        self._remove(turn)
-
-    # Running.
-
-    def _run(self, turn: LiveTurn) -> None:
-        prepared = turn.prepared
-        assert prepared is not None, f"{turn.id} has no prompt"
-        turn.phase = Phase.RUNNING
-        row, request = turn.row, turn.request
-        if turn.stream.stopped_at is not None:
-            self._end(turn, "stop")
-            return
-        if row.engine_finish is not None:
-            self._finished(turn, decode_finish(row.engine_finish))
-            return
-        if turn.is_cancelled:
-            self._end(turn, "cancelled")
-            return
-        turn.sequence = Sequence(
-            submit=Submit(
-                sequence_id=f"{turn.id}:{self._fence.epoch}",
-                prompt_ids=prepared.prompt.prompt_ids,
-                params=self._services.historian.sampling(
-                    request, row.seed, prepared.prompt.num_tokens
-                ),
-                priority=request.hillstar.priority,
-                tenant=row.tenant,
-                salt=_salt(row.tenant),
-                lease_id=row.conversation_id,
-            ),
-            response_id=turn.id,
-            conversation_id=row.conversation_id,
-            epoch=self._fence.epoch,
-            key=row.key if self._is_durable else None,
-            owner=self._address,
-            output_ids=bytearray(row.output_ids),
-            logprobs=stored_logprobs(row) or [],
-            held=turn.is_paused,
-        )
-        self._services.sequences.add(turn.sequence)
-
-    def _arrived(self, sequence: Sequence, output: Output) -> None:
-        turn = self._turns.get(sequence.response_id)
-        if turn is None or turn.sequence is not sequence or turn.phase is not Phase.RUNNING:
-            return
-        if output.token_ids:
-            turn.push(
-                output.first_token,
-                output.token_ids,
-                output.logprobs,
-                self._services.loop.time(),
-                self._services.observer,
-            )
-        if output.finish is not None:
-            self._finished(turn, output.finish)
-        elif turn.stream.stopped_at is not None:
-            # Wait for the engine's finish: it knows the usage. What it says meanwhile is lost.
-            self._services.sequences.cancel(sequence, keep_tokens=turn.stream.stopped_at)
-
-    def _finished(self, turn: LiveTurn, finish: Finish) -> None:
-        """The engine has ended the sequence."""
-        reason = finish.reason
-        if turn.stream.stopped_at is not None:
-            reason = "stop"
-        elif turn.is_cancelled:
-            reason = "cancelled"
-        turn.num_cached_tokens = finish.usage.num_cached_tokens
-        self._end(turn, reason, finish.code, finish.message)
-
-    # Ending.
-
-    def _end(
-        self,
-        turn: LiveTurn,
-        reason: FinishReason,
-        code: str | None = None,
-        message: str | None = None,
-    ) -> None:
-        """Store the turn's end; it is told when it is stored."""
-        turn.phase = Phase.ENDING
-        turn.end = TurnEnd(
-            reason=reason,
-            completed_at=int(time.time()),
-            num_prompt_tokens=turn.prepared.prompt.num_tokens if turn.prepared else 0,
-            num_cached_tokens=turn.num_cached_tokens,
-            code=code,
-            message=message,
-        )
-        if not self._is_durable:
-            self._end_stored(turn, None)
-            return
-        logprobs = turn.output_logprobs()
-        write = FinishTurn(
-            self._fence,
-            turn.row.key,
-            turn.output_ids(),
-            encode(logprobs) if logprobs else None,
-            turn.joins_history,
-            encode(turn.end),
-        )
-        tell = self._address.tell
-        self._services.journal.write(write, lambda error: tell(EndStored(turn, error)))
-
-    def _end_stored(self, turn: LiveTurn, error: Exception | None) -> None:
-        if self._turns.get(turn.id) is not turn or isinstance(error, Fenced):
-            return
-        if error is not None:
-            raise error
-        assert turn.end is not None, f"{turn.id} has no end"
-        turn.phase = Phase.ENDED
-        turn.emit(turn.stream.finish(turn.end))
-        turn.answer_waiters()
-        if turn.prepared is not None:
-            context = continued(
-                turn.prepared.parent,
-                turn.request,
-                turn.prepared.prompt.prompt_ids,
-                turn.output_ids(),
-            )
-            if turn.joins_history:
-                self._last_id = turn.id
-                self._context = None if turn.is_rewritten else context
-            if not self._is_durable:
-                self._past[turn.id] = (turn, context)
-        self._remove(turn)
+            older.superseded(self._conversation.row.id)
 
     def _remove(self, turn: LiveTurn) -> None:
-        self._services.directory.ended(turn.id, keep=turn.id in self._past)
+        self._services.directory.ended(turn.id, keep=turn.id in self._conversation.past)
         del self._turns[turn.id]
         self._advance()
         if self._is_closing and not self._turns:
             for answer in self._closing:
-                _answer(answer, None)
+                resolve(answer, None)
             self._closing.clear()
 
     def _advance(self) -> None:
         """Begin the oldest turn, if it waits for its time."""
         for turn in self._turns.values():
             if turn.phase is Phase.QUEUED:
-                self._prepare(turn)
+                self._course.prepare(turn)
             return
 
     # Asking, following, cancelling.
 
     def _known(self, response_id: str) -> LiveTurn | None:
         turn = self._turns.get(response_id)
-        if turn is None and response_id in self._past:
-            return self._past[response_id][0]
+        if turn is None and response_id in self._conversation.past:
+            return self._conversation.past[response_id][0]
         return turn
 
     def _follow(self, message: FollowIt) -> Followed | None:
@@ -588,13 +314,11 @@ class Session:
         start = max(0, min(start, len(turn.events)))
         sequence = turn.sequence
         if turn.is_paused:
-            turn.is_paused = False
-            if sequence is not None:
-                self._services.sequences.unpark(sequence)
+            self._course.resume(turn)
         is_placed = sequence is not None and sequence.submitted and sequence.heard
         followed = Followed(
             turn.id,
-            self._row.id,
+            self._conversation.row.id,
             True,
             start,
             {
@@ -609,24 +333,13 @@ class Session:
     def _await_end(self, message: AwaitEnd) -> None:
         turn = self._known(message.response_id)
         if turn is None:
-            _answer(message.answer, None)
+            resolve(message.answer, None)
         elif turn.phase is Phase.ENDED:
-            _answer(message.answer, turn.stream.response_object())
+            resolve(message.answer, turn.stream.response_object())
         else:
             turn.waiters.append(message.answer)
             if message.cancel:
-                self._cancel(turn)
-
-    def _cancel(self, turn: LiveTurn) -> None:
-        """End it as soon as where it stands allows; it then ends like any other."""
-        if turn.is_cancelled or turn.phase in (Phase.ENDING, Phase.ENDED):
-            return
-        turn.is_cancelled = True
-        if turn.phase is Phase.QUEUED:
-            self._end(turn, "cancelled")
-        elif turn.phase is Phase.RUNNING:
-            assert turn.sequence is not None, f"{turn.id} runs without a sequence"
-            self._services.sequences.cancel(turn.sequence)
+                self._course.cancel(turn)
 
     def _disconnected(self, scope: Scope) -> None:
         if self._writer is scope:
@@ -638,59 +351,41 @@ class Session:
                 continue
             match turn.request.on_disconnect:
                 case "cancel":
-                    self._cancel(turn)
+                    self._course.cancel(turn)
                 case "pause":
-                    turn.is_paused = True
-                    if turn.sequence is not None:
-                        self._services.sequences.park(turn.sequence)
+                    self._course.pause(turn)
                 case "continue":
                     pass
 
     def _forget(self, response_id: str) -> bool:
-        if self._past.pop(response_id, None) is None:
+        if self._conversation.past.pop(response_id, None) is None:
             return False
         self._services.directory.ended(response_id, keep=False)
-        if self._last_id == response_id:
-            self._last_id, self._context = None, None
+        if self._conversation.last_id == response_id:
+            self._conversation.last_id = self._conversation.context = None
         return True
 
     def forget_all(self) -> None:
         """This activation is over: what only memory knew is gone, its blocks with it."""
-        for response_id in self._past:
+        for response_id in self._conversation.past:
             self._services.directory.ended(response_id, keep=False)
-        self._past = {}
-        if not self._is_durable:
-            self._services.sequences.release(self._row.id, erase=True)
+        self._conversation.past = {}
+        if not self._conversation.is_durable:
+            self._services.sequences.release(self._conversation.row.id, erase=True)
 
     def _erased(self, response_id: str, last_id: str | None) -> None:
         """An earlier turn is gone: contexts in memory still hold it, the journal's do not."""
-        self._context = None
-        if self._last_id == response_id:
-            self._last_id = last_id
+        self._conversation.context = None
+        if self._conversation.last_id == response_id:
+            self._conversation.last_id = last_id
         for turn in self._turns.values():
             turn.is_rewritten = True
 
     def _close(self, answer: asyncio.Future[None]) -> None:
         self._is_closing = True
         if not self._turns:
-            _answer(answer, None)
+            resolve(answer, None)
             return
         self._closing.append(answer)
         for turn in self.turns:
-            self._cancel(turn)
-
-
-def _answer(future: asyncio.Future[Any], value: object) -> None:
-    """Whoever asked may have gone."""
-    if not future.done():
-        future.set_result(value)
-
-
-def _fail(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
-
-
-def _salt(tenant: str) -> bytes:
-    """Part of every block's hash: tenants never share a prefix."""
-    return hashlib.blake2b(tenant.encode(), digest_size=16, person=b"hillstar-salt").digest()
+            self._course.cancel(turn)

@@ -1,0 +1,58 @@
+"""What the parts of a session share: what they work with, and what they know."""
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hillstar.server.directory import Directory
+from hillstar.server.history import Historian
+from hillstar.server.journal import Journal
+from hillstar.server.live import LiveTurn
+from hillstar.server.mail import Mail
+from hillstar.server.ports import Observer
+from hillstar.server.records import ConversationRow, Fence
+from hillstar.server.sequences import Owner, SequenceTable
+from hillstar.server.text import ParentContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What all sessions work with."""
+
+    journal: Journal
+    sequences: SequenceTable
+    historian: Historian
+    directory: Directory
+    observer: Observer
+    loop: asyncio.AbstractEventLoop
+
+
+class Address(Owner, Protocol):
+    """The session's actor: how what a session has started comes back to it."""
+
+    def tell(self, message: Mail) -> None: ...
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run slow work beside the actor; its failure is the actor's."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Conversation:
+    """What one activation knows of its conversation; changed by its session alone."""
+
+    row: ConversationRow
+    fence: Fence
+    is_durable: bool  # journaled; else kept in memory only
+    is_stored: bool  # the journal has its row
+    last_id: str | None = None  # the turn it continues from
+    context: ParentContext | None = None  # after that turn, if at hand
+    past: dict[str, tuple[LiveTurn, ParentContext]] = field(default_factory=dict)
+    """Turns that have ended and are kept in memory only."""
+
+
+def resolve(future: asyncio.Future[Any], value: object) -> None:
+    """Answer a question; whoever asked may have gone."""
+    if not future.done():
+        future.set_result(value)
