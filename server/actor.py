@@ -110,7 +110,6 @@ class Actor:
             session.handle(message)
         except Exception as error:  # the task boundary of an actor
             self._crashed(session, error)
-        self.idle_since_s = self._services.loop.time()
 
     def _claim(self) -> Fence:
         self._fence = Fence(self.conversation_id, self._new_epoch())

@@ -61,6 +61,7 @@ class ActorTable:
         if actor is None:
             actor = self._new(conversation_id)
             actor.activate()
+        actor.idle_since_s = self._services.loop.time()
         self._actors[conversation_id] = actor
         return actor
 
@@ -121,11 +122,10 @@ class ActorTable:
         """Drop what has been idle for long, and memory-only conversations nobody can continue."""
         now = self._services.loop.time()
         for actor in list(self):
-            idle_s = now - actor.idle_since_s
             if not actor.is_idle:
-                continue
-            if actor.is_durable:
-                if idle_s >= self._idle_timeout_s:
+                actor.idle_since_s = now
+            elif actor.is_durable:
+                if now - actor.idle_since_s >= self._idle_timeout_s:
                     self.drop(actor)
             elif actor.session is not None and actor.session.is_orphan:
                 self.drop(actor)

@@ -4,6 +4,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from hillstar.engine.messages import Output
 from hillstar.server.errors import ApiError
 from hillstar.server.history import Prepared
@@ -113,9 +115,8 @@ class Close:
     answer: "asyncio.Future[None]"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Arrived:
-    """Tokens of a sequence are stored."""
+class Arrived(msgspec.Struct, frozen=True, eq=False):
+    """Tokens of a sequence are stored. A struct, because there is one for every token."""
 
     sequence: Sequence
     output: Output

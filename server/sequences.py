@@ -204,7 +204,7 @@ class SequenceTable:
             sequence = get(output.sequence_id)
             if sequence is None:
                 continue
-            if output.token_ids and output.first_token != sequence.num_tokens:
+            if output.token_ids and 4 * output.first_token != len(sequence.output_ids):
                 self._reject(sequence, output)
                 continue
             self._take(sequence, output, rows)

@@ -1,0 +1,131 @@
+"""The bridge: an engine's life, death and succession, seen from the server."""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from hillstar.engine.config import EngineConfig
+from hillstar.engine.messages import Frame, Ready, SamplingParams, Submit, pack_ids
+from hillstar.server import bridge as under_test
+from hillstar.server.bridge import Bridge
+from support.wait import until
+
+STUB = Path(__file__).parent.parent / "support" / "stub_engine.py"
+SUBMIT = Submit(sequence_id="s1", prompt_ids=pack_ids([1]), params=SamplingParams(max_tokens=1))
+
+
+class Heard:
+    """A listener that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.loading: list[tuple[int, int]] = []
+        self.ups: list[Ready] = []
+        self.frames: list[Frame] = []
+        self.downs: list[tuple[str, bool]] = []
+
+    def engine_loading(self, done: int, total: int) -> None:
+        self.loading.append((done, total))
+
+    def engine_up(self, ready: Ready) -> None:
+        self.ups.append(ready)
+
+    def engine_frame(self, frame: Frame) -> None:
+        self.frames.append(frame)
+
+    def engine_down(self, reason: str, *, was_up: bool) -> None:
+        self.downs.append((reason, was_up))
+
+
+@asynccontextmanager
+async def bridged(mode: str) -> AsyncIterator[tuple[Bridge, Heard]]:
+    config = EngineConfig(model_dir=Path("model"), model_name="stub", num_blocks=2)
+    bridge = Bridge(config, (sys.executable, "-P", str(STUB), mode))
+    heard = Heard()
+    await bridge.start(heard)
+    try:
+        yield bridge, heard
+    finally:
+        await bridge.close()
+
+
+async def test_messages_pass_both_ways_and_stderr_goes_to_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The engine gets its configuration and messages; its words and its stderr come back."""
+    caplog.set_level(logging.INFO)
+    async with bridged("talk") as (bridge, heard):
+        bridge.send(SUBMIT)  # nobody is up yet: dropped
+        await until(lambda: bool(heard.ups), 30)
+        assert heard.loading == [(1, 2)] and heard.ups[0].model == "stub"
+        bridge.send(SUBMIT)
+        await until(lambda: bool(heard.frames), 30)
+        assert heard.frames[0].outputs[0].token_ids == [7]
+        await until(lambda: "engine: asked for s1" in caplog.messages, 30)
+        assert caplog.messages.count("engine: asked for s1") == 1
+    assert heard.downs == []
+
+
+async def test_a_killed_engine_is_reported_and_replaced() -> None:
+    """kill -9 is an event: the reason is told, the next engine gets ready and takes work."""
+    async with bridged("talk") as (bridge, heard):
+        await until(lambda: bool(heard.ups), 30)
+        first = bridge.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: len(heard.ups) == 2, 30)
+        assert heard.downs == [("killed by signal 9", True)]
+        assert heard.ups[0].engine_id != heard.ups[1].engine_id and bridge.pid != first
+        bridge.send(SUBMIT)
+        await until(lambda: bool(heard.frames), 30)
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"), [("fail", "no such tensor"), ("silent", "exit status 3")]
+)
+async def test_an_engine_that_cannot_start_says_why(mode: str, reason: str) -> None:
+    """The listener hears the engine's own words, or how it ended; it is tried again."""
+    async with bridged(mode) as (_, heard):
+        await until(lambda: len(heard.downs) >= 2, 30)
+        assert heard.downs[:2] == [(reason, False)] * 2 and heard.ups == []
+
+
+async def test_an_engine_that_talks_nonsense_is_ended() -> None:
+    """What is no message is a dead engine, not a dead server."""
+    async with bridged("garbage") as (_, heard):
+        await until(lambda: bool(heard.downs), 30)
+        reason, was_up = heard.downs[0]
+        assert "no message" in reason and was_up
+
+
+async def test_frames_wait_while_reading_is_paused(caplog: pytest.LogCaptureFixture) -> None:
+    """Paused, nothing is handed over; resumed, nothing is lost."""
+    caplog.set_level(logging.INFO)
+    async with bridged("talk") as (bridge, heard):
+        await until(lambda: bool(heard.ups), 30)
+        bridge.pause_reading()
+        for _ in range(3):
+            bridge.send(SUBMIT)
+        await until(lambda: caplog.messages.count("engine: asked for s1") == 3, 30)
+        assert heard.frames == []
+        bridge.resume_reading()
+        bridge.resume_reading()
+        await until(lambda: len(heard.frames) == 3, 30)
+
+
+async def test_closing_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine leaves when asked, and is killed when it does not; no successor is started."""
+    monkeypatch.setattr(under_test, "CLOSE_TIMEOUT_S", 0.2)
+    for mode in ("talk", "deaf"):
+        async with bridged(mode) as (bridge, heard):
+            await until(lambda heard=heard: bool(heard.ups), 30)
+            pid = bridge.pid
+        assert pid is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        assert heard.downs == [] and bridge.pid is None
