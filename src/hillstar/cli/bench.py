@@ -45,6 +45,7 @@ def _print_table(report: dict[str, Any]) -> None:
     for name, label in (("ttft", "time to first token"), ("itl", "inter-token latency")):
         p50, p99 = report[f"{name}_p50_ms"], report[f"{name}_p99_ms"]
         table.add_row(label, f"p50 {p50} ms, p99 {p99} ms")
+    table.add_row("prompt tokens found cached", str(report["cached_tokens"]))
     for reason, count in report["errors"].items():
         table.add_row("error", f"{count} x {reason}")
     Console().print(table)
