@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         with progress_bar("loading weights") as progress:
             run_server(engine, server, on_loading=progress)
     except OSError as error:
-        raise CommandError(f"{server.host}:{server.port}: {error.strerror or error}") from None
+        raise CommandError(error.strerror or str(error)) from None
     except EngineFailed as error:
         raise CommandError(str(error)) from None
     return 0
