@@ -259,8 +259,7 @@ class BlockManager:
                 return block
             victim = self.pool.oldest_cached()
             if victim is not None:
-                self._index.clear(victim)
-                self.pool.forget(victim)
+                self.pool.forget(victim)  # and allocate it in the next round
             elif not self._shrink_a_lease():
                 return None
 

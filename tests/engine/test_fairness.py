@@ -64,11 +64,13 @@ def test_who_gave_way_comes_back_to_its_place() -> None:
     bench = Bench()
     first = bench.push("first")
     bench.push("second")
+    bench.push("urgent", priority=1)
+    assert bench.order() == ["urgent", "first", "second"]
     bench.queue.remove(first)
     first.num_preemptions += 1
     bench.queue.push(first)
-    assert bench.order() == ["first", "second"]
-    assert len(bench.queue) == 2
+    assert bench.order() == ["first", "urgent", "second"]
+    assert len(bench.queue) == 3
 
 
 def test_the_tenant_that_was_served_least_comes_first() -> None:

@@ -371,6 +371,36 @@ class TestPressure:
         assert bench.tokens["patient"] == bench.expected("patient")
         assert bench.now_s < 60
 
+    def test_nobody_starves_among_urgent_sequences_that_outgrow_him(self) -> None:
+        """Who has to give way to those who grow goes on in between, and ends."""
+        bench = EngineBench(num_blocks=8, max_num_seqs=2)
+        bench.teach_short_outputs()
+        bench.tell(submit("patient", prompt(1, 20), max_tokens=25, priority=-1, tenant="other"))
+        number = 0
+        while "patient" not in bench.finishes:
+            assert number < 100, bench.scheduler.stats()
+            if bench.scheduler.stats().waiting < 2:
+                name = f"u{number}"
+                bench.tell(submit(name, prompt(number % 48 + 2, 9), max_tokens=50, priority=1))
+                number += 1
+            bench.step()
+            bench.now_s += 1.0
+        assert bench.tokens["patient"] == bench.expected("patient")
+
+    def test_a_prompt_makes_room_among_sequences_already_in_the_plan(self) -> None:
+        """A senior prefill without a block takes the token back that a junior was just given."""
+        bench = EngineBench(num_blocks=17, max_num_seqs=4, max_batched_tokens=8)
+        bench.teach_short_outputs()
+        for first, length in enumerate((7, 4, 4), 1):
+            bench.tell(submit(f"s{first}", prompt(first, length), max_tokens=70))
+        for _ in range(3):
+            bench.step()
+        bench.tell(submit("urgent", prompt(9, 68), max_tokens=2, priority=1))
+        bench.run()
+        assert bench.scheduler.stats().num_preemptions_total > 0
+        assert next(iter(bench.finishes)) == "urgent"
+        assert_outputs_are_the_oracles(bench)
+
     def test_nobody_starves_in_his_own_growth(self) -> None:
         """Each who gives way rises in rank, so all end although none fits beside another."""
         bench = EngineBench(num_blocks=5, max_num_seqs=4)
