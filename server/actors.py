@@ -120,6 +120,8 @@ class ActorTable:
 
     def sweep(self) -> None:
         """Drop what has been idle for long, and memory-only conversations nobody can continue."""
+        for touched in self._touched.values():
+            touched.intersection_update(self._actors)  # a dropped one holds nothing of the scope
         now = self._services.loop.time()
         for actor in list(self):
             if not actor.is_idle:

@@ -22,7 +22,7 @@ from hillstar.server.records import NOT_STORED, TurnRow
 from hillstar.server.request import CreateResponse
 from hillstar.server.text import ParentContext, PastTurn, Prompt
 
-TEXT_THREADS = 2  # tokenising is Rust without the GIL; more would only crowd the event loop out
+TEXT_THREADS = 4  # so that two huge prompts do not hold up everybody else
 
 T = TypeVar("T")
 
@@ -101,10 +101,11 @@ class Historian:
     async def restore(self, row: TurnRow) -> Prepared:
         """The prompt of an open turn as it was, from the journal. Raises ApiError."""
         rows = await self._journal.read(reads.load_chain, row.id)
+        before = rows[:-1]
 
         def build() -> Prepared:
-            context = self._context(rows[:-1]) if len(rows) > 1 else None
-            return Prepared(self._prompt(context, rows[-1]), context)
+            context = self._context(before) if before else None
+            return Prepared(self._prompt(context, row), context)
 
         return await self._run(build)
 

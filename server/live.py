@@ -58,7 +58,7 @@ class LiveTurn:
         self.events: list[Event | TextDelta] = []
         self.follows: list[Follow] = []
         self.scopes: set[Scope] = set()  # that created or followed it and are still there
-        self.waiters: list[asyncio.Future[dict[str, Any]]] = []
+        self.waiters: list[asyncio.Future[Any]] = []  # get the response at its end
         self.answer: asyncio.Future[Any] | None = None  # of the create that waits for storage
         self.prepared: Prepared | None = None
         self.sequence: Sequence | None = None

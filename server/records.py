@@ -55,10 +55,10 @@ class TurnRow:
 class Write(Protocol):
     """One change. `fence` None: not an actor's. `survives`: retried when storage is full."""
 
+    survives: ClassVar[bool]
+
     @property
     def fence(self) -> Fence | None: ...
-    @property
-    def survives(self) -> bool: ...
     @property
     def size_bytes(self) -> int:
         """About how much it adds to the log."""
@@ -70,8 +70,11 @@ class Write(Protocol):
 @dataclass(frozen=True, slots=True)
 class OpenConversation:
     row: ConversationRow
-    fence: ClassVar[Fence | None] = None
     survives: ClassVar[bool] = False
+
+    @property
+    def fence(self) -> Fence | None:
+        return None
 
     @property
     def size_bytes(self) -> int:
@@ -178,9 +181,15 @@ class EraseTurns:
 
     response_ids: tuple[str, ...]
     conversation_id: str | None = None
-    fence: ClassVar[Fence | None] = None
     survives: ClassVar[bool] = False
-    size_bytes: ClassVar[int] = 4096
+
+    @property
+    def fence(self) -> Fence | None:
+        return None
+
+    @property
+    def size_bytes(self) -> int:
+        return 4096
 
     def apply(self, db: sqlite3.Connection) -> None:
         ids = list(self.response_ids)
@@ -228,8 +237,11 @@ class AppendTokens:
     """One engine step's tokens, of all conversations at once; each row is fenced by itself."""
 
     rows: list[TokenRow]
-    fence: ClassVar[Fence | None] = None
     survives: ClassVar[bool] = True
+
+    @property
+    def fence(self) -> Fence | None:
+        return None
 
     @property
     def size_bytes(self) -> int:

@@ -289,8 +289,11 @@ class Hub:
         await self._await_end(principal, response_id, cancel=True)
         place = self._directory.find(response_id)
         if place is not None:  # kept in memory only
-            keeper = self._actors.get(place.conversation_id)
-            await self._lookup.ask(keeper, lambda answer: Forget(response_id, answer))
+
+            def forget(answer: "asyncio.Future[bool]") -> Mail:
+                return Forget(response_id, answer)
+
+            await self._lookup.ask(self._actors.get(place.conversation_id), forget)
             return
         row = await self._journal.read(reads.load_turn, response_id)
         if row is None:

@@ -30,9 +30,15 @@ class Fenced(Exception):
 class Barrier:
     """Changes nothing; its answer says that what was queued before has been answered."""
 
-    fence: ClassVar[Fence | None] = None
     survives: ClassVar[bool] = True
-    size_bytes: ClassVar[int] = 0
+
+    @property
+    def fence(self) -> Fence | None:
+        return None
+
+    @property
+    def size_bytes(self) -> int:
+        return 0
 
     def apply(self, db: sqlite3.Connection) -> None:
         """Nothing to do."""

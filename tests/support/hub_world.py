@@ -78,9 +78,15 @@ class Latencies:
         self.ttfts: list[float] = []
         self.itls: list[float] = []
         self.steps: list[float] = []
-        self.ttft = self.ttfts.append
-        self.itl = self.itls.append
-        self.step = self.steps.append
+
+    def ttft(self, seconds: float) -> None:
+        self.ttfts.append(seconds)
+
+    def itl(self, seconds: float) -> None:
+        self.itls.append(seconds)
+
+    def step(self, seconds: float) -> None:
+        self.steps.append(seconds)
 
 
 def kind(event: Event | TextDelta) -> str:
