@@ -77,7 +77,8 @@ class Decoder:
         normed = self._first_norm(hidden)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(normed).reshape(len(token_ids), -1, self._head_dim)
+            # A product may come back transposed; attention needs each head in one piece.
+            qkv = layer.qkv(normed).contiguous().view(len(token_ids), -1, self._head_dim)
             attended = attend(index, qkv, layer.head_norms)
             if index == last and sampled is not None:
                 # From here on every token is on its own: only sampled ones matter.

@@ -50,7 +50,7 @@ class Norm(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def add(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of residual + x, and residual + x; may overwrite `residual`."""
+        """The norm of residual + x, and residual + x."""
         ...
 
 

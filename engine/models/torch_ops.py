@@ -108,5 +108,5 @@ class _Norm:
         return normed[:, : self._size]
 
     def add(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        residual.add_(x)
-        return self(residual), residual
+        total = residual + x  # faster than in place where x is a transposed product
+        return self(total), total
