@@ -26,6 +26,7 @@ class EngineMonitor:
     def engine_up(self, ready: Ready) -> None:
         self.state = "ready"
         self.ready = ready
+        self.stats = EngineStats(blocks_free=ready.num_blocks)  # until its first frame
         self.error = None
         self._historian.limit_context(ready.max_model_len)
         self._sequences.engine_up()

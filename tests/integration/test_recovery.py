@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+
 from hillstar.clients.client import Client
 from hillstar.clients.events import ConnectionLost, Finished, StreamEvent, TextDelta
 from support.process import RealServer
@@ -22,9 +23,7 @@ async def server(tmp_path: Path) -> AsyncIterator[RealServer]:
 
 
 def greedy(client: Client, **options: object):
-    return client.stream(
-        input=QUESTION, temperature=0.0, max_output_tokens=NUM_TOKENS, **options
-    )
+    return client.stream(input=QUESTION, temperature=0.0, max_output_tokens=NUM_TOKENS, **options)
 
 
 async def read_all(stream: AsyncIterator[StreamEvent]) -> tuple[str, Finished]:
