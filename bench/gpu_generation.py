@@ -78,10 +78,14 @@ def generate(folder: Path, prompts: list[np.ndarray], num_tokens: int) -> list[l
     return tokens
 
 
-def check(folder: Path, prompts: list[np.ndarray], tokens: list[list[int]]) -> dict[str, Any]:
-    """The stated rule over every generated position; also how many equal bf16 greedy outright."""
+def check(
+    reference: LlamaForCausalLM, prompts: list[np.ndarray], tokens: list[list[int]]
+) -> dict[str, Any]:
+    """The stated rule over every generated position; also how many equal bf16 greedy outright.
+
+    `reference` is bf16 and on the device; it is turned into fp32.
+    """
     gaps, epsilon, equal, total = [], 0.0, 0, 0
-    reference = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda().eval()
     rows_bf16 = [_forced_logits(reference, p, t) for p, t in zip(prompts, tokens, strict=True)]
     reference = reference.float()
     for prompt, output, bf16 in zip(prompts, tokens, rows_bf16, strict=True):
@@ -126,7 +130,8 @@ def main() -> None:
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         torch.cuda.empty_cache()
-        checked = check(folder, prompts, tokens)
+        reference = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda().eval()
+        checked = check(reference, prompts, tokens)
     result = report(
         args.seed,
         shape=f"llama-3-8b, {args.layers} layers",

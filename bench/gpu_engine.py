@@ -1,0 +1,287 @@
+"""The GPU engine on the workloads A, A0, B, C and a session's next turn, one run on one machine.
+
+    python bench/gpu_engine.py [--out bench/results/h200-engine.json] [--only A,B,...]
+
+A model of the Llama-3-8B shape, bf16, random weights, greedy, EOS ignored; random prompts, new
+ones each time, so nothing is found in the prefix cache but what the next turn's session holds.
+The engine is the whole of it but the process boundary: messages, scheduler, batches, runner.
+
+* A: 1 request, 128 in / 256 out; output tokens over the whole time. A0: first token of 2,048 in.
+* B: 256 requests at once, 512 in / 256 out. C: 64 at once, 2,048 in / 128 out.
+* next turn: a session's context lies in the GPU's blocks; 64 new tokens; time to the first token.
+* idle share: of a span of decode steps, the part in which no kernel or copy ran (torch profiler).
+
+Floors stand beside the figures: bytes of weights over the copy bandwidth measured in the same run.
+The run is void unless its tokens hold (DESIGN.md, rule 6): forced along our own tokens, each one's
+fp32 reference logit lies within 2 epsilon of the largest.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from common import finish, report
+from gpu_generation import check
+from hillstar.engine.assembly import assemble
+from hillstar.engine.channel import QueueChannel
+from hillstar.engine.config import EngineConfig
+from hillstar.engine.messages import Frame, SamplingParams, Submit, pack_ids
+from hillstar.engine.models.config import ModelConfig
+from hillstar.engine.models.weights import LayerWeights, Weights
+
+SEED = 20261129
+VOCAB = 128256
+TURN_CONTEXTS = (2048, 8192, 32768)
+TURN_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a batch of requests took: seconds to each first token and to the end."""
+
+    first_s: list[float]
+    total_s: float
+    tokens: list[list[int]]
+
+
+class Driver:
+    """The engine and the queues to it, stepped in this thread."""
+
+    def __init__(self, model: ModelConfig, weights: Weights, max_batched_tokens: int) -> None:
+        config = EngineConfig(
+            model_dir=Path("random-8b"),
+            model_name="random-8b",
+            device="cuda",
+            num_blocks=16384,
+            max_model_len=36864,
+            max_num_seqs=256,
+            max_batched_tokens=max_batched_tokens,
+        )
+        self._channel = QueueChannel()
+        self._engine = assemble(config, model, weights, inbox=self._channel, outbox=self._channel)
+        self._num_submitted = 0
+
+    def run(self, prompts: list[np.ndarray], num_tokens: int, lease: str | None = None) -> Result:
+        """All requests at once, until the last one's last token."""
+        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        base = self._num_submitted
+        self._num_submitted += len(prompts)
+        start = time.perf_counter()
+        for i, prompt in enumerate(prompts):
+            self._channel.post(
+                Submit(
+                    sequence_id=str(base + i),
+                    prompt_ids=pack_ids(prompt),
+                    params=params,
+                    lease_id=lease,
+                )
+            )
+        tokens: list[list[int]] = [[] for _ in prompts]
+        first_s = [0.0] * len(prompts)
+        num_running = len(prompts)
+        while num_running:
+            self._engine.loop.step()
+            while not self._channel.outputs.empty():
+                frame = self._channel.outputs.get_nowait()
+                assert isinstance(frame, Frame), "the loop only sends frames"
+                for output in frame.outputs:
+                    index = int(output.sequence_id) - base
+                    if not tokens[index]:
+                        first_s[index] = time.perf_counter() - start
+                    tokens[index] += output.token_ids
+                    if output.finish is not None:
+                        assert output.finish.reason == "length", output.finish
+                        num_running -= 1
+        total_s = time.perf_counter() - start
+        torch.cuda.synchronize()  # a step in flight feeds no one
+        return Result(first_s, total_s, tokens)
+
+
+def make_reference() -> LlamaForCausalLM:
+    """Random bf16 weights of the 8B shape, made on the device."""
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    with torch.device("cuda"):
+        return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def take_weights(reference: LlamaForCausalLM) -> Weights:
+    """The engine's layout of the reference's parameters (a copy where matrices are joined)."""
+    layers = []
+    for layer in reference.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        layers.append(
+            LayerWeights(
+                input_norm=layer.input_layernorm.weight.data,
+                qkv=torch.cat([projection.weight.data for projection in projections]),
+                qkv_bias=None,
+                q_norm=None,
+                k_norm=None,
+                o=attention.o_proj.weight.data,
+                post_norm=layer.post_attention_layernorm.weight.data,
+                gate_up=torch.cat([mlp.gate_proj.weight.data, mlp.up_proj.weight.data]),
+                down=mlp.down_proj.weight.data,
+            )
+        )
+    return Weights(
+        embedding=reference.model.embed_tokens.weight.data,
+        layers=tuple(layers),
+        norm=reference.model.norm.weight.data,
+        lm_head=reference.lm_head.weight.data,
+    )
+
+
+class Bench:
+    """The workloads; each returns figures by name."""
+
+    def __init__(self, driver: Driver, repeats: int) -> None:
+        self._driver = driver
+        self._repeats = repeats
+        self._rng = np.random.default_rng(SEED)
+        self.samples: list[tuple[np.ndarray, list[int]]] = []  # to be checked: prompt, tokens
+
+    def prompts(self, count: int, length: int) -> list[np.ndarray]:
+        shape = (count, length)
+        return list(self._rng.integers(0, VOCAB, size=shape).astype(np.int32))
+
+    def throughput(self, count: int, num_in: int, num_out: int) -> float:
+        """Output tokens a second, median of the repeats after one warm-up."""
+        rates = []
+        for _ in range(1 + self._repeats):
+            prompts = self.prompts(count, num_in)
+            result = self._driver.run(prompts, num_out)
+            rates.append(count * num_out / result.total_s)
+        self.samples.append((prompts[0], result.tokens[0]))
+        self.samples.append((prompts[-1], result.tokens[-1]))
+        print(f"  {count} x {num_in} in / {num_out} out: {[round(r, 1) for r in rates]} tok/s")
+        return statistics.median(rates[1:])
+
+    def first_token_ms(self, num_in: int) -> float:
+        times = [
+            self._driver.run(self.prompts(1, num_in), 1).first_s[0]
+            for _ in range(1 + self._repeats)
+        ]
+        return statistics.median(times[1:]) * 1e3
+
+    def next_turn_ms(self, context: int) -> float:
+        """Each repeat is a further turn of one session; its context grows by 65 tokens."""
+        lease = f"session-{context}"
+        history = self.prompts(1, context)[0]
+        times = []
+        for _ in range(2 + self._repeats):
+            result = self._driver.run([history], 1, lease)
+            times.append(result.first_s[0])
+            new = self._rng.integers(0, VOCAB, size=TURN_TOKENS)
+            history = np.concatenate([history, result.tokens[0], new]).astype(np.int32)
+        print(f"  next turn at {context}: {[round(t * 1e3, 2) for t in times]} ms")
+        return statistics.median(times[2:]) * 1e3
+
+    def idle_share(self, count: int) -> float:
+        """Of a span of decode steps, the share in which the GPU did nothing."""
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            self._driver.run(self.prompts(count, 64), 48)
+        spans = sorted(
+            (event.time_range.start, event.time_range.end)
+            for event in profile.events() or ()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        )
+        spans = spans[len(spans) // 3 :]  # behind the prefill
+        begin, covered, end = spans[0][0], 0.0, spans[0][0]
+        for left, right in spans:
+            covered += max(0.0, right - max(left, end))
+            end = max(end, right)
+        return 1 - covered / (end - begin)
+
+
+def copy_ceiling_TBps() -> float:
+    """Device copy, bytes read and written a second, medians of 20 copies of 2 GiB."""
+    source = torch.randint(0, 255, (1 << 31,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(20):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return 2 * source.numel() / statistics.median(times) / 1e12
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="A,A0,turn,C,B,idle")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--max-batched-tokens", type=int, default=8192)
+    args = parser.parse_args()
+    only = args.only.split(",")
+    copy_TBps = copy_ceiling_TBps()
+    reference = make_reference()
+    weights = take_weights(reference)
+    model = ModelConfig.from_dict(reference.config.to_dict(), "random-8b")
+    num_bytes = sum(p.numel() * 2 for p in reference.parameters()) - weights.embedding.numel() * 2
+    started = time.perf_counter()
+    driver = Driver(model, weights, args.max_batched_tokens)
+    assembled_s = time.perf_counter() - started
+    bench = Bench(driver, args.repeats)
+    bench.throughput(2, 100, 8)  # compiles and warms up
+    bench.samples.clear()
+    workloads: dict[str, tuple[str, Callable[[], Any]]] = {
+        "A": ("A_tok_s", lambda: bench.throughput(1, 128, 256)),
+        "A0": ("A0_ms", lambda: bench.first_token_ms(2048)),
+        "turn": (
+            "next_turn_gpu_ms",
+            lambda: {str(n): round(bench.next_turn_ms(n), 2) for n in TURN_CONTEXTS},
+        ),
+        "C": ("C_tok_s", lambda: bench.throughput(64, 2048, 128)),
+        "B": ("B_tok_s", lambda: bench.throughput(256, 512, 256)),
+    }
+    figures: dict[str, Any] = {"assemble_s": round(assembled_s, 2)}
+    for name in only:
+        if name in workloads:
+            key, workload = workloads[name]
+            value = workload()
+            figures[key] = round(value, 2) if isinstance(value, float) else value
+            print(f"{key}: {figures[key]}", flush=True)
+    if "idle" in only:
+        for count, key in ((1, "idle_share_b1"), (256, "idle_share_b256")):
+            figures[key] = round(bench.idle_share(count), 4)
+            print(f"{key}: {figures[key]}", flush=True)
+    samples = [sample for sample in bench.samples if len(sample[0]) <= 2048]
+    checked = check(reference, [p for p, _ in samples], [t for _, t in samples])
+    result = report(
+        SEED,
+        ceilings={"copy_TBps": round(copy_TBps, 3)},
+        floor_ms_per_step=round(num_bytes / copy_TBps / 1e9, 3),
+        checked=checked,
+        **figures,
+    )
+    finish(result, args.out)
+    if not checked["within_2_epsilon"]:
+        raise SystemExit("the output is not the reference's: the run is void")
+
+
+if __name__ == "__main__":
+    main()
