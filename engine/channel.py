@@ -108,10 +108,10 @@ class SocketChannel:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closed:
             self._write_nowait()
-            readable, _, expired = self._poll(bool(self._unsent), deadline)
-            if readable:
+            happened = self._poll(select.POLLIN | (select.POLLOUT if self._unsent else 0), deadline)
+            if happened & ~select.POLLOUT:
                 return True
-            if expired:
+            if not happened:
                 return False
         return True
 
@@ -125,7 +125,7 @@ class SocketChannel:
         while self._num_unsent_bytes > self._max_unsent_bytes:
             if self._closed:
                 raise ChannelClosed
-            self._wait_writable(None)
+            self._poll(select.POLLOUT, None)
             self._write_nowait()
 
     def flush(self, timeout_s: float) -> bool:
@@ -136,7 +136,7 @@ class SocketChannel:
                 return True
             if time.monotonic() >= deadline:
                 return False
-            self._wait_writable(deadline)
+            self._poll(select.POLLOUT, deadline)
         return False
 
     def stop_receiving(self) -> None:
@@ -178,17 +178,17 @@ class SocketChannel:
         except OSError:
             self._closed = True
 
-    def _poll(self, want_write: bool, deadline: float | None) -> tuple[bool, bool, bool]:
-        """(readable, writable, time is up)."""
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        writers = [self._socket] if want_write else []
-        readable, writable, _ = select.select([self._socket], writers, [], left)
-        expired = not readable and not writable and left is not None
-        return bool(readable), bool(writable), expired
+    def _poll(self, events: int, deadline: float | None) -> int:
+        """Wait for `events` or the end of the connection; what happened, 0: time is up.
 
-    def _wait_writable(self, deadline: float | None) -> None:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        select.select([], [self._socket], [], left)
+        By `poll`: a server with a thousand sockets open hands over a descriptor whose number is
+        too large for `select`.
+        """
+        poll = select.poll()
+        poll.register(self._socket, events)
+        left_ms = None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())
+        happened = poll.poll(left_ms)
+        return happened[0][1] if happened else 0
 
 
 class QueueChannel:

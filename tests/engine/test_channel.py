@@ -1,6 +1,8 @@
 """One suite for every channel, then what only a socket can do."""
 
+import fcntl
 import queue
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -252,3 +254,22 @@ class TestSocketChannel:
         assert channel.receive_nowait() == [Park("done")]
         reader.join()
         assert heard.qsize() == 5
+
+    def test_takes_a_descriptor_of_any_number(self) -> None:
+        """An engine works on the descriptor that a server with thousands of sockets gives it."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+        try:
+            low, theirs = socket.socketpair()
+            high = socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 2000))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with low, theirs:
+            channel, far = SocketChannel(high), SocketFar(theirs)
+            assert not channel.wait_readable(0.0)
+            far.tell(Park("a"))
+            assert channel.wait_readable(DEADLINE_S)
+            assert channel.receive_nowait() == [Park("a")]
+            channel.send(Loading(1, 2))
+            assert channel.flush(DEADLINE_S) and far.hear() == Loading(1, 2)
+            channel.close()
