@@ -98,7 +98,11 @@ class Bridge:
         """One engine after the other."""
         delay_s = FIRST_DELAY_S
         while self._listener is not None:
-            link, reason = await self._live(listener)
+            link = _Link(listener)
+            try:
+                reason = await self._live(link)
+            except OSError as error:  # no memory, no descriptor: there may be some later
+                reason = f"it cannot be started: {error}"
             if self._listener is None:
                 return
             log.error("the engine ended: %s", reason, extra={"engine_id": link.engine_id})
@@ -106,22 +110,16 @@ class Bridge:
             delay_s = FIRST_DELAY_S if link.is_ready else min(2 * delay_s, MAX_DELAY_S)
             await asyncio.sleep(delay_s)
 
-    async def _live(self, listener: EngineListener) -> "tuple[_Link, str]":
-        """One engine from its start to its end, and why it ended."""
+    async def _live(self, link: "_Link") -> str:
+        """One engine from its start to its end; why it ended. Raises OSError: it did not start."""
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                "--fd",
-                str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                env=_THREADS_SLEEP | os.environ,
-            )
+            try:
+                process = await self._spawn(theirs.fileno())
+            except BaseException:
+                ours.close()
+                raise
         self._process = process
-        link = _Link(listener)
         logs = asyncio.create_task(_log_lines(process), name="engine log")
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
@@ -138,7 +136,19 @@ class Bridge:
             _kill(process)
             code = await process.wait()
             await asyncio.gather(logs, return_exceptions=True)
-        return link, link.failure or _describe_exit(code)
+        return link.failure or _describe_exit(code)
+
+    async def _spawn(self, fd: int) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *self._command,
+            "--fd",
+            str(fd),
+            pass_fds=(fd,),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            env=_THREADS_SLEEP | os.environ,
+        )
 
 
 class _Link(asyncio.Protocol):

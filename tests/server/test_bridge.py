@@ -43,9 +43,11 @@ class Heard:
 
 
 @asynccontextmanager
-async def bridged(mode: str) -> AsyncIterator[tuple[Bridge, Heard]]:
+async def bridged(
+    mode: str, *, python: str = sys.executable
+) -> AsyncIterator[tuple[Bridge, Heard]]:
     config = EngineConfig(model_dir=Path("model"), model_name="stub", num_blocks=2)
-    bridge = Bridge(config, (sys.executable, "-P", str(STUB), mode))
+    bridge = Bridge(config, (python, "-P", str(STUB), mode))
     heard = Heard()
     await bridge.start(heard)
     try:
@@ -93,6 +95,17 @@ async def test_an_engine_that_cannot_start_says_why(mode: str, reason: str) -> N
     async with bridged(mode) as (_, heard):
         await until(lambda: len(heard.downs) >= 2, 30)
         assert heard.downs[:2] == [(reason, False)] * 2 and heard.ups == []
+
+
+async def test_a_process_that_cannot_be_made_is_tried_again(tmp_path: Path) -> None:
+    """No process to be had (no memory, no descriptors) is told as a down; later there may be."""
+    program = tmp_path / "python"
+    async with bridged("talk", python=str(program)) as (_, heard):
+        await until(lambda: len(heard.downs) >= 2, 30)
+        assert all("cannot be started" in reason and not up for reason, up in heard.downs)
+        program.touch(0o755)
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        await until(lambda: bool(heard.ups), 30)
 
 
 async def test_an_engine_that_talks_nonsense_is_ended() -> None:
