@@ -1,11 +1,12 @@
 """What a peer has still to be sent, bounded: the writer's side of a socket or an event stream.
 
-Whoever has something for the peer puts it here and never waits; one writer task sends. While the
-peer reads, each delta is a frame of its own. When it lags (the transport is full, or much has
-piled up at once), adjacent deltas of one response merge while they wait, so what is queued grows
-with the text and not with the number of tokens. Beyond a byte bound, or when a full transport
-makes no progress for the stall timeout, the peer is too slow and is cut; nothing else is ever
-dropped, control and error frames least of all.
+Whoever has something for the peer puts it here and never waits; one writer task sends. While it
+sleeps because all was sent, what is put goes to the transport at once, on the writer's behalf: no
+queue, no wake-up, in the same order. So each delta of a peer that reads is a frame of its own.
+When the peer lags (the transport is full, or much has piled up at once), adjacent deltas of one
+response merge while they wait, so what is queued grows with the text and not with the number of
+tokens. Beyond a byte bound, or when a full transport makes no progress for the stall timeout, the
+peer is too slow and is cut; nothing else is ever dropped, control and error frames least of all.
 """
 
 import asyncio
@@ -33,8 +34,8 @@ class Sink(Protocol[FrameIn]):
         """Whether the transport's buffer is above its high-water mark."""
         ...
 
-    async def send(self, frame: FrameIn) -> None:
-        """Write one frame; waits for nobody. Raises ConnectionError once the peer is gone."""
+    def send(self, frame: FrameIn) -> None:
+        """Write one frame. Raises ConnectionError once the peer is gone."""
         ...
 
     async def wait_writable(self) -> None:
@@ -64,7 +65,7 @@ class Outbox(Generic[Frame]):
         self._entries: deque[Frame | _Pending[Frame]] = deque()
         self._tails: dict[object, _Pending[Frame]] = {}  # the last entry of a key, if a delta
         self._num_bytes = 0
-        self._wake: asyncio.Future[None] | None = None  # the writer waits for an entry
+        self._wake: asyncio.Future[None] | None = None  # the writer sleeps: nothing is queued
         self._stall: asyncio.Timeout | None = None  # the writer waits for the transport
         self._is_closed = False  # nothing more is taken
         self._is_too_slow = False
@@ -84,6 +85,9 @@ class Outbox(Generic[Frame]):
         """Queue a frame. With `key`, later deltas of that key do not merge across it."""
         if self._is_closed:
             return
+        if self._wake is not None:
+            self._send_at_once(frame)
+            return
         if key is not None:
             self._tails.pop(key, None)
         self._append(frame, len(frame) + FRAME_OVERHEAD_BYTES)
@@ -93,6 +97,9 @@ class Outbox(Generic[Frame]):
     ) -> None:
         """Queue a delta of the response `key` stands for, merged into its last one on a lag."""
         if self._is_closed:
+            return
+        if self._wake is not None:
+            self._send_at_once(encode(delta))
             return
         tail = self._tails.get(key)
         if tail is not None and (self._sink.is_full or self._num_bytes > self._limits.merge_bytes):
@@ -126,7 +133,7 @@ class Outbox(Generic[Frame]):
                 if self._sink.is_full and not await self._wait_writable():
                     break
                 if self._entries:
-                    await self._send_next()
+                    self._send_next()
                 elif self._is_closed:
                     break
                 else:
@@ -139,7 +146,17 @@ class Outbox(Generic[Frame]):
             self._forget()
         return not self._is_too_slow
 
-    async def _send_next(self) -> None:
+    def _send_at_once(self, frame: Frame) -> None:
+        """Send while the writer sleeps, and have it watch a transport that is full now."""
+        try:
+            self._sink.send(frame)
+        except ConnectionError:
+            self.stop()
+            return
+        if self._sink.is_full:
+            self._wake_writer()
+
+    def _send_next(self) -> None:
         entry = self._entries.popleft()
         if isinstance(entry, _Pending):
             self._num_bytes -= entry.num_bytes
@@ -149,7 +166,7 @@ class Outbox(Generic[Frame]):
         else:
             frame = entry
             self._num_bytes -= len(frame) + FRAME_OVERHEAD_BYTES
-        await self._sink.send(frame)
+        self._sink.send(frame)
 
     async def _wait_writable(self) -> bool:
         """Whether the transport took something before the stall timeout or an overflow."""

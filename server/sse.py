@@ -34,9 +34,13 @@ class _Sink:
     def is_full(self) -> bool:
         return self._protocol.writing_paused
 
-    async def send(self, frame: bytes) -> None:
+    def send(self, frame: bytes) -> None:
         assert self.writer is not None
-        await self.writer.write(frame, drain=False)
+        transport = self.writer.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the peer is gone")
+        is_chunked = self.writer.chunked  # not so for HTTP/1.0
+        transport.write(b"%x\r\n%b\r\n" % (len(frame), frame) if is_chunked else frame)
 
     async def wait_writable(self) -> None:
         assert self.writer is not None
@@ -97,6 +101,7 @@ class EventStream:
         answer = web.StreamResponse(headers=HEADERS)
         writer = await answer.prepare(request)
         assert isinstance(writer, StreamWriter)
+        writer.send_headers()
         self._sink.writer = writer
         bound_send_buffer(request)
         if await self._outbox.run():

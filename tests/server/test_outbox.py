@@ -23,7 +23,7 @@ class Pipe:
     def is_full(self) -> bool:
         return not self.writable.is_set()
 
-    async def send(self, frame: str) -> None:
+    def send(self, frame: str) -> None:
         if self.is_broken:
             raise ConnectionResetError
         self.frames.append(frame)
@@ -85,13 +85,52 @@ async def test_a_delta_on_its_way_is_not_merged_into() -> None:
     running = asyncio.create_task(box.run())
     box.put_delta(delta(0), "r", show)
     await until(lambda: len(pipe.frames) == 1)
-    pipe.writable.clear()
-    box.put_delta(delta(1), "r", show)
-    box.put_delta(delta(2), "r", show)
+    pipe.writable.clear()  # by the frame that follows
+    for number in range(1, 4):
+        box.put_delta(delta(number), "r", show)
+    assert pipe.frames == ["i0:x:0+1", "i1:x:1+1"]
     pipe.writable.set()
     box.finish()
     assert await running
-    assert pipe.frames == ["i0:x:0+1", "i2:xx:1+2"]
+    assert pipe.frames == ["i0:x:0+1", "i1:x:1+1", "i3:xx:2+2"]
+
+
+async def test_nothing_waits_while_the_writer_sleeps() -> None:
+    """Once all was sent, a frame is with the transport before `put` returns, in order."""
+    pipe = Pipe()
+    box = outbox(pipe)
+    running = asyncio.create_task(box.run())
+    await asyncio.sleep(0)
+    box.put("first")
+    box.put_delta(delta(0), "r", show)
+    box.put("last", key="r")
+    assert pipe.frames == ["first", "i0:x:0+1", "last"]
+    assert box.num_bytes == 0
+    box.finish()
+    assert await running
+
+
+async def test_a_transport_that_the_last_frame_filled_is_watched() -> None:
+    """The stall timeout also runs when nothing more is put."""
+    pipe = Pipe()
+    box = outbox(pipe, stall_timeout_s=0.01)
+    running = asyncio.create_task(box.run())
+    await asyncio.sleep(0)
+    pipe.writable.clear()
+    box.put("fills it")
+    assert not await running
+
+
+async def test_a_peer_that_leaves_while_the_writer_sleeps_ends_it() -> None:
+    """What is put for a broken connection ends `run` without blame, and raises nothing."""
+    pipe = Pipe()
+    box = outbox(pipe)
+    running = asyncio.create_task(box.run())
+    await asyncio.sleep(0)
+    pipe.is_broken = True
+    box.put("x")
+    box.put_delta(delta(0), "r", show)
+    assert await running
 
 
 async def test_a_long_replay_merges_above_the_mark() -> None:
