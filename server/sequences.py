@@ -128,7 +128,7 @@ class SequenceTable:
         """Have it leave the batch until `unpark`. Tokens on their way still arrive."""
         if not sequence.held:
             sequence.held = True
-            if sequence.submitted and self._storage_is_up:
+            if sequence.submitted and self._may_run(sequence):
                 self._engine.send(Park(sequence.id))
 
     def unpark(self, sequence: Sequence) -> None:
@@ -136,7 +136,7 @@ class SequenceTable:
             sequence.held = False
             if not sequence.submitted:
                 self._submit(sequence)
-            elif self._storage_is_up or sequence.key is None:
+            elif self._may_run(sequence):
                 self._engine.send(Unpark(sequence.id))
 
     def release(self, lease_id: str, *, erase: bool) -> None:
@@ -276,14 +276,18 @@ class SequenceTable:
         self._journal.write(AppendTokens(rows), done)
 
     def _submit(self, sequence: Sequence) -> None:
-        may_run = self._storage_is_up or sequence.key is None
-        if self._engine_is_up and may_run and not sequence.held and not sequence.submitted:
+        may_run = self._may_run(sequence) and not sequence.held
+        if self._engine_is_up and may_run and not sequence.submitted:
             sequence.submitted = True
             sequence.heard = False
             submit = sequence.submit
             if sequence.output_ids:
                 submit = msgspec.structs.replace(submit, output_ids=bytes(sequence.output_ids))
             self._engine.send(submit)
+
+    def _may_run(self, sequence: Sequence) -> bool:
+        """Whether its tokens can be stored, or need not be; else storage has it parked."""
+        return self._storage_is_up or sequence.key is None
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence that no engine has."""

@@ -196,6 +196,17 @@ def test_parking_and_unparking_reach_the_engine_once() -> None:
     assert [m for m in rig.engine.sent if isinstance(m, Unpark)] == [Unpark("a"), Unpark("b")]
 
 
+def test_what_need_not_be_stored_parks_as_asked_while_storage_is_away() -> None:
+    """Storage parks only what it has to store; the others still park and go on when asked."""
+    rig = Rig()
+    rig.table.engine_up()
+    unstored = rig.add("a", key=None)
+    rig.table.storage(False)
+    rig.table.park(unstored)
+    rig.table.unpark(unstored)
+    assert rig.engine.sent[1:] == [Park("a"), Unpark("a")]
+
+
 def test_the_engine_is_not_read_while_the_journal_is_behind() -> None:
     """Unstored frames are bounded: above the mark reading stops, below the lower one it goes on."""
     rig = Rig()
