@@ -208,7 +208,12 @@ class Writer:
             log.error("the journal cannot append (%s); running responses park", error)
             self._available = False
             self._report(Batch([], False))
-        self._reserve.unlink(missing_ok=True)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Free the reserved space; a file system that takes no writes may refuse that too."""
+        with contextlib.suppress(OSError):
+            self._reserve.unlink(missing_ok=True)
 
     def _recover(self) -> bool:
         """Storage works again when the reserved space can be had and a write goes through."""
@@ -218,12 +223,12 @@ class Writer:
             self._db.execute("INSERT INTO probe VALUES (zeroblob(65536))")
             self._db.execute("DROP TABLE probe")
             self._db.execute("COMMIT")
-        except sqlite3.OperationalError:
+        except sqlite3.Error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             return False
         if not reserve_space(self._reserve):
-            self._reserve.unlink(missing_ok=True)
+            self._give_back()
             return False
         log.info("the journal can append again")
         self._available = True

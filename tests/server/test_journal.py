@@ -1,6 +1,7 @@
 """The journal: what was answered is stored, in order, by its rightful writer, erased for good."""
 
 import asyncio
+import errno
 import resource
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
@@ -286,3 +287,22 @@ async def test_when_nothing_can_be_written_tokens_wait_and_creates_are_refused(
         row = await journal.read(reads.load_turn, "resp_1")
         assert row is not None and row.output_ids == pack_ids([7])
         assert (tmp_path / "reserved").stat().st_size > 0
+
+
+async def test_a_file_system_that_turns_read_only_refuses_like_a_full_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where not even the reserve can be given back, the writer lives on and recovers."""
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    async with opened(tmp_path) as journal:
+        await journal.stored(OpenTurn(FENCE, turn(), CONVERSATION))
+        monkeypatch.setattr(Path, "unlink", refuse)
+        with files_at_most((tmp_path / "journal.sqlite3-wal").stat().st_size):
+            with pytest.raises(ApiError, match="cannot store"):
+                await asyncio.wait_for(journal.stored(OpenTurn(FENCE, turn(2))), 20)
+            waiting = asyncio.create_task(journal.stored(AppendTokens([tokens(1, 0, 7)])))
+        await asyncio.wait_for(waiting, 20)
+        assert journal.available
