@@ -65,6 +65,7 @@ class Course:
             row = turn.row
             self._build(turn, lambda: historian.restore(row))
             return
+        parent_id: str | None
         if base is not None:
             parent_id, context = base.parent_id, base.context
         else:
