@@ -71,9 +71,7 @@ class Commands:
             case HintEvent():
                 self._run_beside(self._hint(event), None)
             case AckEvent():
-                follower = self._followers.get(event.response_id)
-                if follower is not None:
-                    self._hub.ack(event.response_id, follower, event.sequence_number)
+                pass  # nothing waits for it: no event is given up while somebody may ask for it
             case _:
                 refusal = ApiError(
                     400, "unsupported_event", "This event is not supported.", param="type"

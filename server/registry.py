@@ -9,9 +9,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from hillstar.server import reads
 from hillstar.server.actors import ActorTable
@@ -56,10 +54,6 @@ from hillstar.server.resource import input_items
 from hillstar.server.sequences import SequenceTable
 
 SWEEP_S = 5.0
-
-T = TypeVar("T")
-
-encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,13 +235,6 @@ class Hub:
         """
         self._actors.leave(scope)
 
-    def ack(self, response_id: str, follower: Follower, sequence_number: int) -> None:
-        """The follower has everything up to `sequence_number`.
-
-        Changes nothing: the log of a live response is kept whole for everybody, that of a
-        finished one is rebuilt from its tokens.
-        """
-
     async def cancel(self, principal: Principal, response_id: str) -> dict[str, Any]:
         """End a response in whatever state it is and return it; idempotent.
 
@@ -329,15 +316,21 @@ class Hub:
         return conversation_object(await self._lookup.conversation(principal, conversation_id))
 
     async def delete_conversation(self, principal: Principal, conversation_id: str) -> None:
-        """Cancel and erase every response of the conversation. Raises conversation_not_found."""
+        """Cancel and erase every response of the conversation.
+
+        Raises conversation_not_found, storage_unavailable.
+        """
         await self._lookup.conversation(principal, conversation_id)
         actor = self._actors.get(conversation_id)
         closed: asyncio.Future[None] = self._loop.create_future()
         actor.tell(Close(closed))
         await closed
-        await self._journal.stored(EraseTurns((), conversation_id))
-        self._actors.num_stored -= 1
-        self._actors.drop(actor)
+        try:
+            await self._journal.stored(EraseTurns((), conversation_id))
+            # Of deletions that came at once only the first finds the actor in its place.
+            self._actors.num_stored -= self._actors.active(conversation_id) is actor
+        finally:
+            self._actors.drop(actor)  # where nothing was erased, the next one takes turns again
         self._sequences.release(conversation_id, erase=True)
 
     async def hint(

@@ -230,8 +230,8 @@ async def test_cancel_answers_with_the_terminal_event_in_every_state() -> None:
         assert (await client.receive())["error"]["code"] == "response_not_found"
 
 
-async def test_ack_and_hint_reach_the_hub_without_an_answer() -> None:
-    """`hillstar.ack` and `hillstar.hint` are told to the Hub; nothing comes back."""
+async def test_ack_and_hint_are_taken_without_an_answer() -> None:
+    """Nothing comes back of `hillstar.ack` and `hillstar.hint`; the Hub is told of the hint."""
     async with fake_hub_server() as running, connect(running.socket_url, JSON) as client:
         running.hub.hold_after = 1
         await client.send("response.create", input="ab")
@@ -241,8 +241,8 @@ async def test_ack_and_hint_reach_the_hub_without_an_answer() -> None:
         await client.send("hillstar.ack", response_id="resp_none", sequence_number=4)
         await client.send("hillstar.hint", hint="typing", previous_response_id=response_id)
         await client.send("response.cancel", response_id=response_id)
-        await client.until("response.incomplete")
-        assert running.hub.responses[response_id].acked == 4
+        rest = await client.until("response.incomplete")
+        assert all(event["type"].startswith("response.") for event in rest)
         assert ("hint", "typing") in running.hub.calls
 
 

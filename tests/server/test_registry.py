@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from hillstar.engine.messages import Park, Release, Unpark, pack_ids, unpack_ids
-from hillstar.server.errors import ApiError
+from hillstar.server.errors import ApiError, storage_unavailable
+from hillstar.server.records import Write
 from hillstar.server.registry import HubLimits
 from support.fake_engine import FakeEngine
 from support.hub_world import ALICE, BOB, Listener, Socket, World, ask, world
@@ -234,6 +235,31 @@ async def test_deleting_a_conversation_ends_and_erases_its_turns(tmp_path: Path)
             assert (await refused(work)).status == 404
         assert await made.hub.get(ALICE, fork["id"]) == fork
         await made.say("f", previous_response_id=fork["id"])
+
+
+async def test_a_conversation_that_could_not_be_erased_goes_on(tmp_path: Path) -> None:
+    """A deletion that storage refuses changes nothing for later turns."""
+    async with world(tmp_path) as made:
+        conversation = (await made.say("a")).response["conversation"]["id"]
+        stored = made.journal.stored
+
+        async def refuse(write: Write) -> None:
+            raise storage_unavailable("The disk is full.")
+
+        made.journal.stored = refuse  # type: ignore[method-assign]
+        error = await refused(made.hub.delete_conversation(ALICE, conversation))
+        assert error.code == "storage_unavailable"
+        made.journal.stored = stored  # type: ignore[method-assign]
+        listener = await made.say("b", conversation=conversation)
+        assert listener.response["status"] in ("completed", "incomplete")
+
+
+async def test_a_conversation_deleted_twice_at_once_is_counted_once(tmp_path: Path) -> None:
+    """The number of stored conversations is right whoever deletes what when."""
+    async with world(tmp_path) as made:
+        ids = [(await made.hub.create_conversation(ALICE, {}))["id"] for _ in range(3)]
+        await asyncio.gather(*(made.hub.delete_conversation(ALICE, ids[0]) for _ in range(2)))
+        assert made.hub.stats().num_sessions["hibernated"] == 2
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,6 @@ class Response:
         self.followers: list[Follower] = []
         self.done = asyncio.Event()
         self.end_as: FinishReason = "stop"
-        self.acked = -1
 
     def emit(self, events: Sequence[Event | TextDelta]) -> None:
         self.log += events
@@ -162,9 +161,6 @@ class FakeHub:
         for response in self.responses.values():
             if scope in response.scopes and response.turn.request.on_disconnect == "cancel":
                 response.finish("cancelled")
-
-    def ack(self, response_id: str, follower: Follower, sequence_number: int) -> None:
-        self.responses[response_id].acked = sequence_number
 
     async def cancel(self, principal: Principal, response_id: str) -> dict[str, Any]:
         await self.cancel_gate.wait()
