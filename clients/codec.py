@@ -5,8 +5,9 @@ with `r` in the place of a lane.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import msgpack
 import msgspec
 
 from hillstar.clients.errors import ProtocolError
@@ -39,7 +40,7 @@ class Codec:
         """The frame of `message`: text for JSON, binary for msgpack."""
         if self.encoding == "json":
             return msgspec.json.encode(message).decode()
-        return msgspec.msgpack.encode(message)
+        return cast(bytes, msgpack.packb(message))
 
     def decode(self, frame: str | bytes) -> Mapping[str, Any]:
         """The event in a frame, as a map with `type`. Raises ProtocolError."""
@@ -47,8 +48,8 @@ class Codec:
             if isinstance(frame, str):
                 message = msgspec.json.decode(frame)
             else:
-                message = msgspec.msgpack.decode(frame)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                message = msgpack.unpackb(frame)
+        except (msgspec.DecodeError, ValueError) as error:
             raise ProtocolError(f"a frame cannot be decoded: {error}") from None
         if isinstance(message, list):
             if len(message) != len(_DELTA_FIELDS) + 1 or message[0] != _DELTA_TAG:
