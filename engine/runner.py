@@ -7,16 +7,15 @@ the one before it came back (DESIGN.md, rule 4).
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from hillstar.engine.choice import Choose, choose_on_cpu
+from hillstar.engine.cpu_forward import CpuForward
 from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.models.config import ModelConfig
-from hillstar.engine.models.llama import Decoder
-from hillstar.engine.models.ops import Ops
-from hillstar.engine.models.torch_ops import TorchOps
 from hillstar.engine.models.weights import Weights
 from hillstar.engine.plan import Batch, Pending, StepResult
 from hillstar.engine.sampling import Sampled, Sampler
@@ -42,9 +41,14 @@ class TorchRunner:
         self._device = weights.embedding.device
         assert self._device.type == torch.device(device).type, "weights lie on the device"
         self._cache = cache
-        max_position = max_position or config.max_position_embeddings
-        ops, choose = _device_parts(config, weights.embedding, max_position)
-        self._decoder = Decoder(config, weights, cache, ops)
+        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
+        self._forward, choose = _device_parts(
+            config,
+            weights,
+            cache,
+            max_position=max_position or config.max_position_embeddings,
+            last_tokens=self._last_tokens,
+        )
         self._sampler = Sampler(
             vocab_size=config.vocab_size,
             max_num_seqs=max_num_seqs,
@@ -52,7 +56,6 @@ class TorchRunner:
             device=self._device,
             choose=choose,
         )
-        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
         self._deferred: deque[_Deferred] = deque()
 
     def run(self, batch: Batch) -> Pending:
@@ -73,41 +76,46 @@ class TorchRunner:
         self._cache.copy_blocks(batch.plan.copies)
         for entry in batch.plan.inits:
             self._sampler.init(entry)
-        token_ids = self._fed_tokens(batch)
-        last = batch.cu_seqlens_q[1:][batch.sample_rows].astype(np.int64) - 1
-        is_every_token = len(last) == len(batch.token_ids)
-        sampled = None if is_every_token else to_device(last, self._device)
-        logits = self._decoder.forward(token_ids, sampled, batch)
-        if not len(last):
+        logits = self._forward(batch)
+        if not len(batch.sample_rows):
             return Sampled(torch.empty(0, dtype=torch.int64))
         rows = batch.rows[batch.sample_rows]
         result = self._sampler.sample(logits, rows, batch.context_lens[batch.sample_rows])
         self._last_tokens[to_device(rows, self._device)] = result.token_ids
         return result
 
-    def _fed_tokens(self, batch: Batch) -> torch.Tensor:
-        """int64 `[T]`, each row's last sampled token in its place."""
-        token_ids = to_device(batch.token_ids.astype(np.int64), self._device)
-        fed_back = np.flatnonzero(batch.token_ids < 0)
-        if len(fed_back):
-            rows = np.repeat(batch.rows, np.diff(batch.cu_seqlens_q))[fed_back]
-            last = self._last_tokens[to_device(rows, self._device)]
-            token_ids[to_device(fed_back, self._device)] = last
-        return token_ids
+
+class Forward(Protocol):
+    """The forward pass of one device over one cache."""
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """Logits of the tokens that are sampled from, float32 `[S, vocab]`, valid until the next
+        call. Keys and values of all tokens go to the cache."""
+        ...
 
 
 def _device_parts(
-    config: ModelConfig, embedding: torch.Tensor, max_position: int
-) -> tuple[Ops, Choose]:
+    config: ModelConfig,
+    weights: Weights,
+    cache: KVCache,
+    *,
+    max_position: int,
+    last_tokens: torch.Tensor,
+) -> tuple[Forward, Choose]:
     """What the weights' device does its own way."""
-    if embedding.device.type == "cpu":
-        ops = TorchOps(config, dtype=embedding.dtype, max_position=max_position)
-        return ops, choose_on_cpu
+    if weights.embedding.device.type == "cpu":
+        forward = CpuForward(
+            config, weights, cache, max_position=max_position, last_tokens=last_tokens
+        )
+        return forward, choose_on_cpu
     # Triton takes long to import and is not there on every CPU machine.
+    from hillstar.engine.cuda_forward import CudaForward
     from hillstar.engine.cuda_sampling import choose_on_cuda
-    from hillstar.engine.models.triton_ops import TritonOps
 
-    return TritonOps(config, device=embedding.device, max_position=max_position), choose_on_cuda
+    return (
+        CudaForward(config, weights, cache, max_position=max_position, last_tokens=last_tokens),
+        choose_on_cuda,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

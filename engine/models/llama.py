@@ -10,11 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.models.config import ModelConfig
-from hillstar.engine.models.ops import HeadNorms, Linear, Norm, Ops
+from hillstar.engine.models.ops import Attend, HeadNorms, Linear, Norm, Ops
 from hillstar.engine.models.weights import LayerWeights, Weights
-from hillstar.engine.plan import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ class Decoder:
     Immutable after construction: the state of sequences is in the cache and the batch.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, cache: KVCache, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
         self._head_dim = config.head_dim
         self._swiglu = ops.swiglu
         self._embedding = weights.embedding
@@ -62,17 +60,15 @@ class Decoder:
             for layer, next_norm in zip(weights.layers, next_norms, strict=True)
         )
         self._lm_head = ops.linear(weights.lm_head)
-        self._attention = ops.attention(cache)
 
     def forward(
-        self, token_ids: torch.Tensor, sampled: torch.Tensor | None, batch: Batch
+        self, token_ids: torch.Tensor, sampled: torch.Tensor | None, attend: Attend
     ) -> torch.Tensor:
         """Logits of the tokens that are sampled from: float32 `[S, vocab]`.
 
         token_ids: int64 `[T]`, as fed (no -1). sampled: int64 `[S]`, indices of those tokens;
-        None: all of them.
+        None: all of them. attend: the step's attention.
         """
-        attend = self._attention(batch)
         hidden = F.embedding(token_ids, self._embedding)
         normed = self._first_norm(hidden)
         last = len(self._layers) - 1

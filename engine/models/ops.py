@@ -10,9 +10,6 @@ from typing import Protocol
 
 import torch
 
-from hillstar.engine.kv.cache import KVCache
-from hillstar.engine.plan import Batch
-
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """`[T, in_features]` -> `[T, out_features]`: a weight matrix, and its bias if it has one, in the
 layout that the device multiplies fastest."""
@@ -55,7 +52,7 @@ class Norm(Protocol):
 
 
 class Ops(Protocol):
-    """Operations on tensors of one device and one dtype. The first three prepare what a model
+    """Operations on tensors of one device and one dtype. The first two prepare what a model
     uses at every step, once."""
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -63,11 +60,6 @@ class Ops(Protocol):
         ...
 
     def norm(self, weight: torch.Tensor) -> Norm: ...
-
-    def attention(self, cache: KVCache) -> Callable[[Batch], Attend]:
-        """Attention over a cache; called with a batch, it prepares what the layers of a step
-        share: positions, slots, block tables."""
-        ...
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`[T, 2 * n]` -> `[T, n]`: silu(gate) * up, gate columns first (arXiv 2002.05202)."""

@@ -42,6 +42,8 @@ class TorchOps:
         return F.silu(gate).mul_(up)
 
     def attention(self, cache: KVCache) -> Callable[[Batch], Attend]:
+        """Attention over a cache; called with a batch, it prepares what the layers of a step
+        share: positions, slots, block tables."""
         config = self._config
         paged = PagedAttention(cache, config.num_heads, config.sliding_window)
 

@@ -1,9 +1,8 @@
 """The forward pass's operations on CUDA: cuBLAS for products, `hillstar.kernels` for the rest."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -11,8 +10,6 @@ from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.ops import Attend, HeadNorms, Linear, Norm
 from hillstar.engine.models.rope import rope_table
-from hillstar.engine.plan import Batch
-from hillstar.engine.transfer import to_device
 from hillstar.kernels.activation import swiglu
 from hillstar.kernels.attention import paged_attention
 from hillstar.kernels.kv_store import store_kv
@@ -21,63 +18,74 @@ from hillstar.kernels.rope import rope
 
 
 class TritonOps:
-    """`Ops` on one CUDA device. Holds the rotation table, float32."""
+    """`Ops` on one CUDA device."""
 
-    def __init__(self, config: ModelConfig, *, device: torch.device, max_position: int) -> None:
-        self._config = config
-        self._device = device
-        self._cos_sin = rope_table(config.rope, config.head_dim, max_position).to(device)
+    def __init__(self, config: ModelConfig) -> None:
+        self._eps = config.rms_norm_eps
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return partial(F.linear, weight=weight, bias=bias)
 
     def norm(self, weight: torch.Tensor) -> Norm:
-        return _Norm(weight, self._config.rms_norm_eps)
+        return _Norm(weight, self._eps)
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         return swiglu(gate_up)
 
-    def attention(self, cache: KVCache) -> Callable[[Batch], Attend]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBatch:
+    """What the layers of a step share, on the device. T tokens, R rows; padding does nothing."""
+
+    positions: torch.Tensor  # int32 [T]
+    slot_mapping: torch.Tensor  # int64 [T]; -1: not stored
+    block_tables: torch.Tensor  # int32 [R, max_blocks]
+    cu_seqlens_q: torch.Tensor  # int32 [R + 1]
+    context_lens: torch.Tensor  # int32 [R]
+    max_q_len: int  # bounds, on the host
+    max_context_len: int
+
+
+class PagedAttention:
+    """Attention over one cache. Holds the rotation table, float32."""
+
+    def __init__(
+        self, config: ModelConfig, cache: KVCache, *, device: torch.device, max_position: int
+    ) -> None:
+        self._config = config
+        self._layers = tuple(cache.layer(index) for index in range(config.num_layers))
+        self._cos_sin = rope_table(config.rope, config.head_dim, max_position).to(device)
+        self.block_size = cache.pool.shape[4]
+
+    def step(self, batch: DeviceBatch) -> Attend:
         config = self._config
-        layers = tuple(cache.layer(index) for index in range(config.num_layers))
         first_key, first_value = config.num_heads, config.num_heads + config.num_kv_heads
 
-        def prepare(batch: Batch) -> Attend:
-            positions = to_device(batch.positions, self._device)
-            slot_mapping = to_device(batch.slot_mapping, self._device)
-            block_tables = to_device(batch.block_tables, self._device)
-            cu_seqlens_q = to_device(batch.cu_seqlens_q, self._device)
-            context_lens = to_device(batch.context_lens, self._device)
-            max_q_len = int(np.diff(batch.cu_seqlens_q).max())
-            max_context_len = int(batch.context_lens.max())
+        def attend(layer: int, qkv: torch.Tensor, head_norms: HeadNorms | None) -> torch.Tensor:
+            q, k, v = qkv[:, :first_key], qkv[:, first_key:first_value], qkv[:, first_value:]
+            rope(
+                q,
+                k,
+                batch.positions,
+                self._cos_sin,
+                q_norm=None if head_norms is None else head_norms.q,
+                k_norm=None if head_norms is None else head_norms.k,
+                eps=config.rms_norm_eps,
+            )
+            store_kv(k, v, self._layers[layer], batch.slot_mapping)
+            return paged_attention(
+                q,
+                self._layers[layer],
+                batch.block_tables,
+                batch.cu_seqlens_q,
+                batch.context_lens,
+                scale=config.head_dim**-0.5,
+                max_q_len=batch.max_q_len,
+                max_context_len=batch.max_context_len,
+                window=config.sliding_window or 0,
+            ).flatten(1)
 
-            def attend(layer: int, qkv: torch.Tensor, head_norms: HeadNorms | None) -> torch.Tensor:
-                q, k, v = qkv[:, :first_key], qkv[:, first_key:first_value], qkv[:, first_value:]
-                rope(
-                    q,
-                    k,
-                    positions,
-                    self._cos_sin,
-                    q_norm=None if head_norms is None else head_norms.q,
-                    k_norm=None if head_norms is None else head_norms.k,
-                    eps=config.rms_norm_eps,
-                )
-                store_kv(k, v, layers[layer], slot_mapping)
-                return paged_attention(
-                    q,
-                    layers[layer],
-                    block_tables,
-                    cu_seqlens_q,
-                    context_lens,
-                    scale=config.head_dim**-0.5,
-                    max_q_len=max_q_len,
-                    max_context_len=max_context_len,
-                    window=config.sliding_window or 0,
-                ).flatten(1)
-
-            return attend
-
-        return prepare
+        return attend
 
 
 class _Norm:

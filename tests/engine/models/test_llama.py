@@ -47,7 +47,8 @@ class Stepper:
         dtype = weights.embedding.dtype
         self._cache = KVCache(config, num_blocks=64, block_size=block_size, dtype=dtype)
         ops = TorchOps(config, dtype=dtype, max_position=config.max_position_embeddings)
-        self._decoder = Decoder(config, weights, self._cache, ops)
+        self._decoder = Decoder(config, weights, ops)
+        self._attention = ops.attention(self._cache)
         self._builder = BatchBuilder(max_num_seqs=3, max_blocks=64, block_size=block_size)
         self._block_size = block_size
         self._free = np.random.default_rng(1).permutation(np.arange(64)).tolist()
@@ -61,7 +62,8 @@ class Stepper:
         batch = self._builder.build(plan)
         sampled = torch.from_numpy(batch.cu_seqlens_q[1:].astype(np.int64) - 1)
         with torch.inference_mode():
-            return self._decoder.forward(torch.from_numpy(batch.token_ids).long(), sampled, batch)
+            token_ids = torch.from_numpy(batch.token_ids).long()
+            return self._decoder.forward(token_ids, sampled, self._attention(batch))
 
     def _inits(self) -> tuple[RowInit, ...]:
         if any(self._fed):

@@ -1,0 +1,227 @@
+"""The forward pass on CUDA: graphs that replay over inputs that lie still.
+
+A step's inputs travel as one packed array. Shapes come in buckets: a step takes the first captured
+graph it fits in, padded with tokens and rows that do nothing (slot -1, no queries, no context).
+One that fits none, a long prefill, runs the same body launch by launch: there the device is
+slower than the host anyway.
+
+Block tables live on the device, one for each row; a step uploads only the entries it adds.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from hillstar.engine.kv.cache import KVCache
+from hillstar.engine.models.config import ModelConfig
+from hillstar.engine.models.llama import Decoder
+from hillstar.engine.models.triton_ops import DeviceBatch, PagedAttention, TritonOps
+from hillstar.engine.models.weights import Weights
+from hillstar.engine.plan import Batch
+from hillstar.engine.transfer import to_device
+
+_DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+_TURN_TOKENS = (32, 64, 128, 256)  # a short prefill: a session's next turn
+_TURN_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a step or a graph: tokens, rows, and the most tokens that a row feeds."""
+
+    num_tokens: int
+    num_rows: int
+    max_q_len: int
+
+    @staticmethod
+    def of(batch: Batch) -> "Shape":
+        counts = np.diff(batch.cu_seqlens_q)
+        return Shape(len(batch.token_ids), len(batch.rows), int(counts.max()))
+
+    def holds(self, other: "Shape") -> bool:
+        return (
+            other.num_tokens <= self.num_tokens
+            and other.num_rows <= self.num_rows
+            and other.max_q_len <= self.max_q_len
+        )
+
+
+def choose_shapes(max_num_seqs: int) -> tuple[Shape, ...]:
+    """What is captured, the cheapest first: decode up to `max_num_seqs` rows, short prefills."""
+    largest = min(max_num_seqs, _DECODE_ROWS[-1])
+    rows = (*(n for n in _DECODE_ROWS if n < largest), largest)
+    decodes = (Shape(n, n, 1) for n in rows)
+    turns = (Shape(n, min(_TURN_ROWS, max_num_seqs), n) for n in _TURN_TOKENS)
+    return (*decodes, *turns)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Views of one packed int32 array, in this order. T tokens, R rows of the shape."""
+
+    token_ids: torch.Tensor  # [T]; -1: the last sampled token of `token_rows`
+    token_rows: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    slots: torch.Tensor  # [T]; -1: not stored
+    rows: torch.Tensor  # [R]
+    context_lens: torch.Tensor  # [R]
+    sampled: torch.Tensor  # [R]: indices of the tokens that are sampled from
+    cu_seqlens_q: torch.Tensor  # [R + 1]
+
+    @staticmethod
+    def of(packed: torch.Tensor, shape: Shape) -> "StepInputs":
+        tokens, rows = shape.num_tokens, shape.num_rows
+        ends = np.cumsum([tokens] * 4 + [rows] * 3 + [rows + 1]).tolist()
+        return StepInputs(*(packed[i:j] for i, j in pairwise([0, *ends])))
+
+    @staticmethod
+    def pack(batch: Batch, shape: Shape) -> np.ndarray:
+        """int32; neutral values where the batch is smaller than the shape."""
+        last = batch.cu_seqlens_q[1:][batch.sample_rows] - 1
+        token_rows = np.repeat(batch.rows, np.diff(batch.cu_seqlens_q))
+        tokens, rows = shape.num_tokens, shape.num_rows
+        return np.concatenate(
+            [
+                _padded(batch.token_ids, tokens, 0),
+                _padded(token_rows, tokens, 0),
+                _padded(batch.positions, tokens, 0),
+                _padded(batch.slot_mapping, tokens, -1),
+                _padded(batch.rows, rows, 0),
+                _padded(batch.context_lens, rows, 0),
+                _padded(last, rows, 0),
+                _padded(batch.cu_seqlens_q, rows + 1, batch.cu_seqlens_q[-1]),
+            ]
+        )
+
+
+def _padded(array: np.ndarray, length: int, value: int) -> np.ndarray:
+    padded = np.full(length, value, dtype=np.int32)
+    padded[: len(array)] = array
+    return padded
+
+
+class BlockTables:
+    """The device's table of every row, kept up by what plans add. Owned by `CudaForward`."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
+        self.tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
+        self._num_blocks = [0] * max_num_seqs
+
+    def apply(self, batch: Batch) -> None:
+        """Append the plan's new blocks, in order of the stream."""
+        for init in batch.plan.inits:
+            self._num_blocks[init.row] = 0
+        added = [entry for entry in batch.plan.rows if entry.new_blocks]
+        if not added:
+            return
+        rows = np.repeat([e.row for e in added], [len(e.new_blocks) for e in added])
+        columns = np.concatenate([self._columns(e.row, len(e.new_blocks)) for e in added])
+        blocks = np.concatenate([e.new_blocks for e in added])
+        patch = to_device(np.stack([rows, columns, blocks]), self.tables.device)
+        self.tables[patch[0], patch[1]] = patch[2].int()
+
+    def _columns(self, row: int, count: int) -> np.ndarray:
+        first = self._num_blocks[row]
+        self._num_blocks[row] = first + count
+        return np.arange(first, first + count)
+
+
+class CudaForward:
+    """The `Forward` of a GPU. Owns the graphs and their inputs, and the block tables."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        cache: KVCache,
+        *,
+        max_position: int,
+        last_tokens: torch.Tensor,
+    ) -> None:
+        """Captures the graphs. last_tokens: int64 `[max_num_seqs]` on the device, the last
+        sampled token of every row."""
+        self._device = last_tokens.device
+        self._decoder = Decoder(config, weights, TritonOps(config))
+        self._attention = PagedAttention(
+            config, cache, device=self._device, max_position=max_position
+        )
+        max_blocks = -(-max_position // self._attention.block_size)
+        self._tables = BlockTables(len(last_tokens), max_blocks, self._device)
+        self._longest = max_blocks * self._attention.block_size
+        self._last_tokens = last_tokens
+        self._graphs = self._capture_all(choose_shapes(len(last_tokens)))
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """See `Forward`."""
+        self._tables.apply(batch)
+        shape = Shape.of(batch)
+        num_sampled = len(batch.sample_rows)
+        for graph in self._graphs:
+            if graph.shape.holds(shape):
+                return graph.replay(StepInputs.pack(batch, graph.shape))[:num_sampled]
+        inputs = StepInputs.of(to_device(StepInputs.pack(batch, shape), self._device), shape)
+        return self._body(inputs, shape.max_q_len, num_sampled, int(batch.context_lens.max()))
+
+    def _body(
+        self, inputs: StepInputs, max_q_len: int, num_sampled: int, max_context_len: int
+    ) -> torch.Tensor:
+        """Embedding to logits: what is captured, and what runs as it is."""
+        last = self._last_tokens[inputs.token_rows]
+        token_ids = torch.where(inputs.token_ids < 0, last, inputs.token_ids)
+        attend = self._attention.step(
+            DeviceBatch(
+                positions=inputs.positions,
+                slot_mapping=inputs.slots.long(),
+                block_tables=self._tables.tables.index_select(0, inputs.rows),
+                cu_seqlens_q=inputs.cu_seqlens_q,
+                context_lens=inputs.context_lens,
+                max_q_len=max_q_len,
+                max_context_len=max_context_len,
+            )
+        )
+        return self._decoder.forward(token_ids, inputs.sampled[:num_sampled], attend)
+
+    @torch.inference_mode()
+    def _capture_all(self, shapes: Iterable[Shape]) -> tuple["_Graph", ...]:
+        """The largest first, so that the others find their memory in its."""
+        pool = torch.cuda.graph_pool_handle()
+        graphs = [self._capture(shape, pool) for shape in reversed(tuple(shapes))]
+        return tuple(reversed(graphs))
+
+    def _capture(self, shape: Shape, pool: Any) -> "_Graph":
+        idle = _padded(np.empty(0), 4 * shape.num_tokens + 4 * shape.num_rows + 1, 0)
+        packed = to_device(idle, self._device)
+        inputs = StepInputs.of(packed, shape)
+        inputs.slots.fill_(-1)
+
+        def body() -> torch.Tensor:
+            return self._body(inputs, shape.max_q_len, shape.num_rows, self._longest)
+
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            body()  # compiles kernels and lets libraries allocate, which a capture forbids
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            logits = body()
+        return _Graph(shape, graph, packed, logits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A captured body with the input it reads and the logits it writes."""
+
+    shape: Shape
+    graph: torch.cuda.CUDAGraph
+    packed: torch.Tensor
+    logits: torch.Tensor
+
+    def replay(self, packed: np.ndarray) -> torch.Tensor:
+        self.packed.copy_(torch.from_numpy(packed).pin_memory(), non_blocking=True)
+        self.graph.replay()
+        return self.logits
