@@ -148,20 +148,15 @@ def test_shared_prefixes_change_nothing(subject: Subject) -> None:
     shared = common_prefix(first, second)
     assert shared > 4 * BLOCK_SIZE and shared % BLOCK_SIZE
     for case in (first, first_twin):
-        engine.submit(case.name, case.prompt, case.params, tenant=case.tenant, lease_id=case.name)
+        subject.leave(engine, case, num_tokens=8)
     engine.run()
-    for case in (second, second_twin):
+    num_cached = {first: len(first.prompt) - 1, second: shared}
+    num_cached |= {first_twin: len(first.prompt) - 1, second_twin: shared}
+    for case in num_cached:
         subject.submit(engine, case)
-    for case in (first, first_twin):
-        subject.submit(engine, case, " again")
     engine.run()
-    for case in (first, first_twin):
-        again = engine.generations[case.name + " again"]
-        assert again.num_cached == len(case.prompt) - 1
-        case.check(engine.generations[case.name].token_ids)
-        case.check(again.token_ids)
-    for case in (second, second_twin):
-        assert engine.generations[case.name].num_cached == shared
+    for case, num_expected in num_cached.items():
+        assert engine.generations[case.name].num_cached == num_expected
         case.check(engine.generations[case.name].token_ids)
 
 
@@ -195,7 +190,7 @@ def test_a_fork_goes_on_as_its_parent_did(subject: Subject) -> None:
     """A sequence that starts from an earlier point of another one says the same from there."""
     engine = subject.engine()
     for case in subject.cases:
-        engine.submit(case.name, case.prompt, case.params, tenant=case.tenant, lease_id=case.name)
+        subject.leave(engine, case, num_tokens=20)
     engine.run()
     points = dict(zip(subject.cases, itertools.cycle((1, 5, 19)), strict=False))
     for case, num_kept in points.items():
@@ -216,7 +211,8 @@ def test_forks_of_one_sequence_do_not_meet(subject: Subject) -> None:
     params = msgspec.structs.replace(parent.params, max_tokens=12, top_logprobs=2)
     alone = [subject.engine().generate([branch], [params])[0] for branch in branches]
     engine = subject.engine()
-    engine.submit("parent", parent.prompt, parent.params, lease_id="parent")
+    beginning = msgspec.structs.replace(parent.params, max_tokens=22)
+    engine.submit("parent", parent.prompt, beginning, lease_id="parent")
     engine.run()
     together = engine.generate(branches, [params] * len(branches))
     for one, other in zip(alone, together, strict=True):
@@ -248,8 +244,10 @@ def test_parking_changes_nothing(subject: Subject) -> None:
     for _ in range(9):
         engine.step()
     engine.tell(Park(parked.name))
-    engine.run(lambda: all(engine.generations[case.name].finish for case in others))
+    num_said = len(engine.generations[parked.name].token_ids)
+    engine.run(lambda: len(engine.generations[others[0].name].token_ids) > num_said + 5)
     assert engine.stats.parked == 1
+    assert len(engine.generations[parked.name].token_ids) <= num_said + 2
     engine.tell(Unpark(parked.name))
     engine.run()
     subject.check(engine)

@@ -64,13 +64,19 @@ class Subject:
     def engine(self, **changes: object) -> LocalEngine:
         return LocalEngine(self.model, **{"block_size": BLOCK_SIZE, "num_blocks": 160, **changes})
 
-    def submit(self, engine: LocalEngine, case: Case, suffix: str = "") -> Generation:
-        return engine.submit(case.name + suffix, case.prompt, case.params, tenant=case.tenant)
+    def submit(self, engine: LocalEngine, case: Case) -> Generation:
+        return engine.submit(case.name, case.prompt, case.params, tenant=case.tenant)
 
-    def check(self, engine: LocalEngine, suffix: str = "") -> None:
+    def leave(self, engine: LocalEngine, case: Case, num_tokens: int) -> Generation:
+        """Submit the beginning of a case; its blocks are kept when it ends."""
+        params = msgspec.structs.replace(case.params, max_tokens=num_tokens)
+        name = case.name + " left"
+        return engine.submit(name, case.prompt, params, tenant=case.tenant, lease_id=name)
+
+    def check(self, engine: LocalEngine) -> None:
         """Hold every case's output against its reference."""
         for case in self.cases:
-            case.check(engine.generations[case.name + suffix].token_ids)
+            case.check(engine.generations[case.name].token_ids)
 
 
 def greedy(num_tokens: int) -> SamplingParams:
