@@ -21,7 +21,7 @@ VALUES = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-(1 << 53), 1 << 53)
-    | st.floats(allow_nan=False)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=8,
