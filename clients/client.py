@@ -33,6 +33,7 @@ from hillstar.clients.link import Link, Notice
 from hillstar.clients.stream import Progress, Stream
 
 _MAX_FRAME_BYTES = 64 << 20
+_REQUEST_S = 60.0  # for an HTTP request and its answer
 _HEARTBEAT_S = 20.0  # a peer that answers no ping for half of this is gone
 
 
@@ -185,17 +186,22 @@ class Client:
             raise ProtocolError(f"{self._url} does not speak {self._codec.subprotocol}")
         return socket
 
-    async def _request(self, method: str, path: str) -> Any:
+    async def _request(self, method: str, path: str) -> dict[str, Any]:
         if self._http is None:
             raise ClientClosed("the client is not open: use `async with Client(...)`")
         try:
-            async with self._http.request(method, self._url + path) as answer:
-                try:
-                    body = await answer.json(content_type=None)
-                except ValueError:
-                    raise ProtocolError(f"{method} {path}: the answer is no JSON") from None
-        except aiohttp.ClientError as error:
-            raise ClientError(f"{method} {path}: {error}", retryable=True) from None
+            async with (
+                asyncio.timeout(_REQUEST_S),
+                self._http.request(method, self._url + path) as answer,
+            ):
+                body = await answer.json(content_type=None)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            message = f"{method} {path}: {str(error) or type(error).__name__}"
+            raise ClientError(message, retryable=True) from None
+        except ValueError:
+            raise ProtocolError(f"{method} {path}: the answer is no JSON") from None
         if answer.status >= 400:
-            raise RequestRefused.from_body(answer.status, body.get("error") or {})
+            raise RequestRefused.from_body(answer.status, body)
+        if not isinstance(body, dict):
+            raise ProtocolError(f"{method} {path}: the answer is no JSON object")
         return body

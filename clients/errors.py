@@ -34,13 +34,15 @@ class RequestRefused(ClientError):
         self.param = param
 
     @classmethod
-    def from_body(cls, status: int, body: Mapping[str, Any]) -> "RequestRefused":
-        """From an error frame's or an HTTP error's `error` object."""
+    def from_body(cls, status: int, body: object) -> "RequestRefused":
+        """From an error frame or an HTTP error's body, whatever a proxy has made of it."""
+        error = body.get("error") if isinstance(body, Mapping) else None
+        fields: Mapping[str, Any] = error if isinstance(error, Mapping) else {}
         return cls(
             status,
-            str(body.get("code") or body.get("type") or "error"),
-            str(body.get("message") or "no message"),
-            body.get("param"),
+            str(fields.get("code") or fields.get("type") or "error"),
+            str(fields.get("message") or "no message"),
+            fields.get("param"),
         )
 
 

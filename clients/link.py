@@ -164,10 +164,10 @@ class Link:
 
     async def _deliver_error(self, message: Mapping[str, Any]) -> None:
         """An error ends the stream of its lane; one without a lane, those not yet created."""
-        body, status = message.get("error"), message.get("status", 500)
-        if not isinstance(body, Mapping) or not isinstance(status, int):
+        status = message.get("status", 500)
+        if not isinstance(message.get("error"), Mapping) or not isinstance(status, int):
             raise ProtocolError("an error frame without an error")
-        error = RequestRefused.from_body(status, body)
+        error = RequestRefused.from_body(status, message)
         lane = message.get("stream_id")
         streams = list(self._streams.values())
         concerned = [

@@ -166,12 +166,12 @@ async def _sse_worker(
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as http:
         for prompt in waiting:
             meter = Meter()
-            body = {**_params(config, prompt), "stream": True}
+            create = {**_params(config, prompt), "stream": True}
             try:
-                async with http.post(f"{config.url}/v1/responses", json=body) as answer:
+                async with http.post(f"{config.url}/v1/responses", json=create) as answer:
                     if answer.status != 200:
-                        error = (await answer.json(content_type=None)).get("error") or {}
-                        raise RequestRefused.from_body(answer.status, error)
+                        body = await answer.json(content_type=None)
+                        raise RequestRefused.from_body(answer.status, body)
                     async for line in answer.content:
                         if line.startswith(b"data: {"):
                             _take_sse(meter, msgspec.json.decode(line[6:]), config)

@@ -1,18 +1,22 @@
 """The client against a server that breaks off at chosen points."""
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import Iterator
 
 import pytest
 
+from hillstar.clients import client as client_module
 from hillstar.clients.backoff import Backoff
 from hillstar.clients.client import Client
 from hillstar.clients.errors import (
     ClientClosed,
+    ClientError,
     ConnectionLostError,
     EventsLost,
     HandshakeRefused,
+    ProtocolError,
     RequestRefused,
 )
 from hillstar.clients.events import (
@@ -276,6 +280,37 @@ async def test_retrieving_an_unknown_response_is_refused() -> None:
         with pytest.raises(RequestRefused) as caught:
             await client.retrieve("resp_unknown")
     assert (caught.value.status, caught.value.code) == (404, "response_not_found")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "fault"),
+    [
+        (502, "<html>", ProtocolError),
+        (503, "null", RequestRefused),
+        (503, '{"error": "no upstream"}', RequestRefused),
+        (200, "[]", ProtocolError),
+    ],
+)
+async def test_an_answer_that_is_not_the_servers(
+    status: int, body: str, fault: type[ClientError]
+) -> None:
+    """What a proxy makes of an answer is a typed error."""
+    async with (
+        FakeServer(Script(raw_answer=(status, body))) as server,
+        Client(server.url) as client,
+    ):
+        with pytest.raises(fault):
+            await client.retrieve("resp_1")
+
+
+async def test_a_request_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that takes a request and never answers is a retryable error."""
+    monkeypatch.setattr(client_module, "_REQUEST_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with Client(f"http://127.0.0.1:{silent.getsockname()[1]}") as client:
+            with pytest.raises(ClientError, match="Timeout") as caught:
+                await client.retrieve("resp_1")
+    assert caught.value.retryable
 
 
 async def test_closing_the_client_ends_open_streams() -> None:

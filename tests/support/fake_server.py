@@ -26,6 +26,7 @@ class Script:
     refuse: Mapping[str, Any] | None = None  # the error object every create gets
     recovered: bool = True
     repeat_events: int = 0  # events sent again after a resume
+    raw_answer: tuple[int, str] | None = None  # status and body of every retrieve
 
 
 class FakeServer:
@@ -101,6 +102,9 @@ class FakeServer:
         return answer
 
     async def _retrieve(self, request: web.Request) -> web.Response:
+        if self.script.raw_answer is not None:
+            status, body = self.script.raw_answer
+            return web.Response(status=status, text=body)
         response_id = request.match_info["id"]
         if response_id not in self._cancelled:
             error = {"code": "response_not_found", "message": "no such response"}
