@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypedDict, Unpack
 
 import aiohttp
+import msgspec
 
 from hillstar.clients.backoff import Backoff
 from hillstar.clients.codec import Codec, Encoding
@@ -194,12 +195,14 @@ class Client:
                 asyncio.timeout(_REQUEST_S),
                 self._http.request(method, self._url + path) as answer,
             ):
-                body = await answer.json(content_type=None)
+                data = await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             message = f"{method} {path}: {str(error) or type(error).__name__}"
             raise ClientError(message, retryable=True) from None
-        except ValueError:
-            raise ProtocolError(f"{method} {path}: the answer is no JSON") from None
+        try:
+            body = msgspec.json.decode(data)
+        except msgspec.DecodeError:
+            body = None
         if answer.status >= 400:
             raise RequestRefused.from_body(answer.status, body)
         if not isinstance(body, dict):

@@ -285,7 +285,8 @@ async def test_retrieving_an_unknown_response_is_refused() -> None:
 @pytest.mark.parametrize(
     ("status", "body", "fault"),
     [
-        (502, "<html>", ProtocolError),
+        (502, "<html>", RequestRefused),
+        (200, "<html>", ProtocolError),
         (503, "null", RequestRefused),
         (503, '{"error": "no upstream"}', RequestRefused),
         (200, "[]", ProtocolError),
