@@ -1,21 +1,19 @@
 """Query strings: known names with values of a type, everything else refused by name."""
 
-from collections.abc import Collection
-
-from multidict import MultiMapping
+from collections.abc import Collection, Mapping
 
 from hillstar.server.errors import invalid, unknown_parameter
 from hillstar.server.validate import shown
 
 
-def check_names(query: MultiMapping[str], known: Collection[str]) -> None:
+def check_names(query: Mapping[str, str], known: Collection[str]) -> None:
     """Raises ApiError for the first parameter that is not among `known`."""
     for name in query:
         if name not in known:
             raise unknown_parameter(shown(name))
 
 
-def boolean(query: MultiMapping[str], name: str) -> bool:
+def boolean(query: Mapping[str, str], name: str) -> bool:
     """`true` or `false`; False where it is absent. Raises ApiError."""
     value = query.get(name, "false")
     if value not in ("true", "false"):
@@ -23,7 +21,7 @@ def boolean(query: MultiMapping[str], name: str) -> bool:
     return value == "true"
 
 
-def integer(query: MultiMapping[str], name: str, low: int, high: int) -> int | None:
+def integer(query: Mapping[str, str], name: str, low: int, high: int) -> int | None:
     """A whole number from `low` to `high`; None where it is absent. Raises ApiError."""
     value = query.get(name)
     if value is None:
@@ -39,7 +37,7 @@ def integer(query: MultiMapping[str], name: str, low: int, high: int) -> int | N
     return number
 
 
-def choice(query: MultiMapping[str], name: str, allowed: tuple[str, ...]) -> str:
+def choice(query: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
     """One of `allowed`; the first where it is absent. Raises ApiError."""
     value = query.get(name, allowed[0])
     if value not in allowed:

@@ -5,7 +5,11 @@ like any other: an import that must hide there means that a type lives one layer
 """
 
 import ast
+import re
+import sys
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -156,6 +160,27 @@ def test_imports_are_absolute_and_name_hillstar() -> None:
         if name.startswith(".") or package_of(name) in PACKAGES
     ]
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_the_package_declares_what_it_imports() -> None:
+    """pyproject.toml's dependencies are the distributions that the package imports, no others."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    requirements = [re.match(r"[\w-]+", line) for line in project["dependencies"]]
+    declared = {_normal(found[0]) for found in requirements if found}
+    modules = {
+        package_of(name)
+        for path in module_files().values()
+        for _, name in import_names(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    foreign = modules - set(sys.stdlib_module_names) - {"hillstar"}
+    distributions = packages_distributions()
+    imported = {_normal(distributions.get(name, [name])[0]) for name in foreign}
+    assert imported == declared
+
+
+def _normal(distribution: str) -> str:
+    """A distribution's name as the Python index compares it."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def test_the_four_folders_are_reached_through_links_and_are_no_packages_of_their_own() -> None:
