@@ -56,7 +56,7 @@ class Plan:
 class StepResult:
     """What came back, in the order of the plan's rows with `sample=True`.
 
-token_ids: int32 `[num_samples]`. logprobs: float32 `[num_samples]`, top_ids / top_logprobs:
+    token_ids: int32 `[num_samples]`. logprobs: float32 `[num_samples]`, top_ids / top_logprobs:
     `[num_samples, k]`, where k is the batch's largest `top_logprobs`; present when any row asks.
     """
 

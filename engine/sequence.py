@@ -31,7 +31,7 @@ class BlockTable:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """See the module. Lengths: `num_computed <= num_planned <= len(tokens) + num_pending`."""
+    """See the module. Lengths: `table.num_tokens <= num_planned <= len(tokens) + num_pending`."""
 
     sequence_id: str
     tenant: str

@@ -21,10 +21,6 @@ class Directory:
         self._per_tenant: Counter[str] = Counter()
         self._some_ended = asyncio.Event()
 
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._unfinished)
-
     def find(self, response_id: str) -> Place | None:
         return self._places.get(response_id)
 

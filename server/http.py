@@ -2,11 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta
 
 from hillstar.server import query
 from hillstar.server.errors import ApiError, invalid, server_draining
@@ -14,7 +13,7 @@ from hillstar.server.followers import has_ended
 from hillstar.server.front import Front, forgive_cancellation, uninterrupted
 from hillstar.server.items import Message, parse_input
 from hillstar.server.ports import Principal
-from hillstar.server.request import CreateResponse, parse_create
+from hillstar.server.request import CreateResponse, Metadata, parse_create
 from hillstar.server.sse import EventStream, stream_events
 from hillstar.server.validate import convert, decode_object, wrong_type
 
@@ -23,11 +22,6 @@ T = TypeVar("T")
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
 MAX_SEQUENCE_NUMBER = (1 << 63) - 1
-
-Metadata = Annotated[
-    dict[Annotated[str, Meta(min_length=1, max_length=64)], Annotated[str, Meta(max_length=512)]],
-    Meta(max_length=16),
-]
 
 
 class _Waiter:

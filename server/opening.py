@@ -9,7 +9,7 @@ import msgspec
 from hillstar.server.actor import Actor
 from hillstar.server.actors import ActorTable
 from hillstar.server.creates import CreateKeys, client_key
-from hillstar.server.errors import ApiError, invalid, previous_response_not_found
+from hillstar.server.errors import ApiError, previous_response_not_found
 from hillstar.server.ids import new_id
 from hillstar.server.items import Message
 from hillstar.server.lookup import Lookup
@@ -51,10 +51,6 @@ class Opening:
                 "model_not_found",
                 f"The model '{request.model}' is not served here; '{self._model_name}' is.",
                 param="model",
-            )
-        if request.conversation is not None and request.previous_response_id is not None:
-            raise invalid(
-                "'conversation' and 'previous_response_id' exclude each other.", "conversation"
             )
         key = client_key(principal.tenant, request)
         turn = _NewTurn(principal, request, scope, follower, key if request.store else None)

@@ -29,6 +29,11 @@ _Id = Annotated[str, Meta(min_length=1, max_length=256)]
 _Label = Annotated[str, Meta(max_length=512)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
+Metadata = Annotated[
+    dict[Annotated[str, Meta(min_length=1, max_length=64)], _Label], Meta(max_length=16)
+]
+"""Of a response or a conversation: up to 16 short names with texts."""
+
 
 class HillstarOptions(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
@@ -77,13 +82,7 @@ class CreateResponse(
     include: Annotated[tuple[str, ...], Meta(max_length=16)] = ()
     hillstar: HillstarOptions = HillstarOptions()
     # Accepted and echoed: they cannot change the answer here.
-    metadata: Annotated[
-        dict[
-            Annotated[str, Meta(min_length=1, max_length=64)],
-            Annotated[str, Meta(max_length=512)],
-        ],
-        Meta(max_length=16),
-    ] = {}
+    metadata: Metadata = {}
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: bool = True
     max_tool_calls: Annotated[int, Meta(ge=1, le=_MAX_INT)] | None = None

@@ -44,10 +44,6 @@ class BlockPool:
         return self._counts[CACHED]
 
     @property
-    def num_idle(self) -> int:
-        return self._counts[IDLE]
-
-    @property
     def num_leased(self) -> int:
         return self._counts[IDLE] + self._counts[BOUND]
 
