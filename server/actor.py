@@ -13,6 +13,7 @@ from typing import Any
 from hillstar.engine.messages import Output
 from hillstar.server import reads
 from hillstar.server.conversation import Conversation, Services
+from hillstar.server.errors import ApiError, conversation_not_found, internal_error
 from hillstar.server.mail import Arrived, Failed, Lost, Mail
 from hillstar.server.mailbox import Mailbox, RunQueue
 from hillstar.server.records import ConversationRow, Fence, TurnRow
@@ -38,9 +39,10 @@ class Actor:
         tasks: Tasks,
         conversation_id: str,
         new_epoch: Callable[[], int],
-        gone: Callable[["Actor"], None],
+        gone: Callable[["Actor", ApiError], None],
     ) -> None:
-        """`gone` is called when the conversation does not exist or cannot be recovered."""
+        """`gone` is called when the conversation does not exist or cannot be recovered, with
+        the answer to whoever asks it something."""
         self.conversation_id = conversation_id
         self.is_durable = True
         self.num_crashes = 0
@@ -144,7 +146,7 @@ class Actor:
         def failed(error: BaseException) -> None:
             self._count_crash(error)
             if len(self._recent_crashes) > MAX_CRASHES:
-                self._gone(self)
+                self._give_up(old, internal_error())
             else:
                 self._load_later(old, rows)
 
@@ -158,7 +160,7 @@ class Actor:
             await self._services.journal.flushed()
             state = await self._services.journal.read(reads.load_conversation, self.conversation_id)
             if state is None:
-                self._gone(self)
+                self._give_up(old, conversation_not_found(self.conversation_id))
                 return
             row, rows, last_id = state.row, state.open_turns, state.last_id
             if old is not None:
@@ -177,6 +179,12 @@ class Actor:
         session.restore(rows, old, failed=len(self._recent_crashes) >= MAX_CRASHES)
         self._session = session
         self._mailbox.resume()
+
+    def _give_up(self, old: Session | None, error: ApiError) -> None:
+        """There will be no session: nobody is left waiting for the last one's turns."""
+        if old is not None:
+            old.fail(error)
+        self._gone(self, error)
 
     async def _settle(self, old: Session, open_turns: tuple[TurnRow, ...]) -> None:
         """Tell of the turns whose end was stored while their session failed."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from hillstar.server.actor import Actor
 from hillstar.server.conversation import Services
-from hillstar.server.errors import conversation_not_found
+from hillstar.server.errors import ApiError, conversation_not_found
 from hillstar.server.mail import Disconnected
 from hillstar.server.mailbox import RunQueue
 from hillstar.server.ports import Scope
@@ -72,8 +72,8 @@ class ActorTable:
         self._make_room()
         return actor
 
-    def drop(self, actor: Actor) -> None:
-        """End an activation; whoever still asks it something hears that it is not there."""
+    def drop(self, actor: Actor, error: ApiError | None = None) -> None:
+        """End an activation; whoever still asks it something gets `error`: it is not there."""
         if self._actors.get(actor.conversation_id) is actor:
             del self._actors[actor.conversation_id]
         self._num_crashes += actor.num_crashes
@@ -81,7 +81,7 @@ class ActorTable:
         for message in actor.retire():
             answer: asyncio.Future[object] | None = getattr(message, "answer", None)
             if answer is not None and not answer.done():
-                answer.set_exception(conversation_not_found(actor.conversation_id))
+                answer.set_exception(error or conversation_not_found(actor.conversation_id))
         session = actor.session
         if session is not None:
             session.forget_all()

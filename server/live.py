@@ -182,6 +182,13 @@ class LiveTurn:
                 waiter.set_result(response)
         self.waiters.clear()
 
+    def fail_waiters(self, error: Exception) -> None:
+        """Nobody will know of the end."""
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+        self.waiters.clear()
+
     def reject(self, error: Exception) -> None:
         """Tell the create that waits."""
         if self.answer is not None and not self.answer.done():

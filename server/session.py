@@ -190,6 +190,14 @@ class Session:
                 self._services.directory.ended(turn.id, keep=False)
         return tuple(rows)
 
+    def fail(self, error: ApiError) -> None:
+        """After `abandon`, where no other session follows: answer everybody who still waits."""
+        for turn in self.turns:
+            turn.fail_waiters(error)
+            self._services.directory.ended(turn.id, keep=False)
+        self._turns.clear()
+        self._answer_closing()
+
     # Opening.
 
     def _open(self, message: Open) -> None:
@@ -285,10 +293,14 @@ class Session:
         self._services.directory.ended(turn.id, keep=turn.id in self._conversation.past)
         del self._turns[turn.id]
         self._advance()
-        if self._is_closing and not self._turns:
-            for answer in self._closing:
-                resolve(answer, None)
-            self._closing.clear()
+        if not self._turns:
+            self._answer_closing()
+
+    def _answer_closing(self) -> None:
+        """Nothing lives in the conversation any more: it can be deleted."""
+        for answer in self._closing:
+            resolve(answer, None)
+        self._closing.clear()
 
     def _advance(self) -> None:
         """Begin the oldest turn, if it waits for its time."""
