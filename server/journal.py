@@ -135,9 +135,15 @@ class Journal:
         **kwargs: P.kwargs,
     ) -> T:
         """Run a query on the reader thread; it sees every write that was answered before."""
-        return await self._loop.run_in_executor(
-            self._reader, lambda: query(self._reader_db, *args, **kwargs)
-        )
+
+        def snapshot() -> T:
+            self._reader_db.execute("BEGIN")
+            try:
+                return query(self._reader_db, *args, **kwargs)
+            finally:
+                self._reader_db.execute("COMMIT")
+
+        return await self._loop.run_in_executor(self._reader, snapshot)
 
     def _put(self, write: Write, done: Done) -> None:
         self.num_pending += 1

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hillstar.server.records import ConversationRow, TurnRow
+from hillstar.server.steps import output_of
 
 _COLUMNS = (
     "r.key, r.id, r.conversation_id, r.tenant, r.created_at, r.request, r.seed, r.parent_id,"
@@ -122,15 +123,13 @@ def next_key(db: sqlite3.Connection) -> int:
 def _turn(db: sqlite3.Connection, row: Any) -> TurnRow:
     key, logprobs, finish = row[0], row[12], row[14]
     output_ids = row[11] or b""
-    chunks = (logprobs,) if logprobs is not None else ()
+    chunks: tuple[bytes, ...] = (logprobs,) if logprobs is not None else ()
     engine_finish = None
     if finish is None:
-        tokens = db.execute(
-            "SELECT ids, logprobs, finish FROM tokens WHERE key = ? ORDER BY first_token", (key,)
-        ).fetchall()
-        output_ids = b"".join(ids for ids, _, _ in tokens)
-        chunks = tuple(chunk for _, chunk, _ in tokens if chunk is not None)
-        engine_finish = tokens[-1][2] if tokens else None
+        pieces = output_of(db, key)
+        output_ids = b"".join(ids for ids, _, _ in pieces)
+        chunks = tuple(chunk for _, chunk, _ in pieces if chunk is not None)
+        engine_finish = pieces[-1][2] if pieces else None
     return TurnRow(
         key=key,
         id=row[1],

@@ -8,6 +8,8 @@ import sqlite3
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from hillstar.server import steps
+
 NOT_STORED = -1
 """`base_tokens` of a stored turn upon an unstored one: its prompt lives in memory only."""
 
@@ -192,6 +194,7 @@ class EraseTurns:
         return 4096
 
     def apply(self, db: sqlite3.Connection) -> None:
+        steps.compact(db)  # an erased turn's tokens must not stay among others'
         ids = list(self.response_ids)
         if self.conversation_id is not None:
             rows = db.execute(
@@ -248,4 +251,4 @@ class AppendTokens:
         return 64 * len(self.rows)
 
     def apply(self, db: sqlite3.Connection) -> None:
-        db.executemany("INSERT INTO tokens VALUES (?, ?, ?, ?, ?)", [row[2:] for row in self.rows])
+        steps.append(db, [row[2:] for row in self.rows])

@@ -3,7 +3,8 @@
 conversations   one row each
 responses       one row a turn; `finish` is NULL while it is open. A turn's context is the
                 first `base_tokens` ids of its parent's context and output, then `prompt_ids`.
-tokens          the output of open turns as it comes; moved into `responses` at the finish
+steps           the output of open turns as it comes, a row for each step of the engine
+tokens          the same once it was sorted by turn; moved into `responses` at the finish
 """
 
 import fcntl
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from hillstar.engine.config import ConfigError
 from hillstar.server.config import Durability
+from hillstar.server.steps import compact
 
 SCHEMA_VERSION = 1
 RESERVED_BYTES = 8 << 20  # given back to the file system when it is full
@@ -47,6 +49,10 @@ CREATE INDEX responses_of_conversation ON responses (conversation_id, key);
 CREATE INDEX responses_of_parent ON responses (parent_id) WHERE parent_id IS NOT NULL;
 CREATE INDEX forks ON conversations (parent_id) WHERE parent_id IS NOT NULL;
 CREATE INDEX open_responses ON responses (key) WHERE finish IS NULL;
+CREATE TABLE steps (
+    id INTEGER PRIMARY KEY,
+    rows BLOB NOT NULL
+);
 CREATE TABLE tokens (
     key INTEGER NOT NULL,
     first_token INTEGER NOT NULL,
@@ -107,6 +113,8 @@ def open_writer(path: Path, durability: Durability) -> sqlite3.Connection:
             str(path.parent),
             f"a journal of version {SCHEMA_VERSION} (this one is {version})",
         )
+    else:
+        _compact(db)
     return db
 
 
@@ -138,6 +146,17 @@ def reserve_space(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def _compact(db: sqlite3.Connection) -> None:
+    """Sort the last server's tail by turn; on a full disk it is read as it is."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        compact(db)
+        db.execute("COMMIT")
+    except sqlite3.OperationalError:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
 
 
 def _connect(path: Path) -> sqlite3.Connection:

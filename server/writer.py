@@ -12,6 +12,7 @@ from typing import ClassVar
 from hillstar.server.errors import storage_unavailable
 from hillstar.server.records import AppendTokens, EraseTurns, Fence, Write
 from hillstar.server.schema import reserve_space
+from hillstar.server.steps import compact
 
 MAX_BATCH = 512  # writes in one transaction
 CHECKPOINT_BYTES = 8 << 20  # of log
@@ -165,21 +166,24 @@ class Writer:
         self._stuck = []
 
     def _commit(self, queued: list[Queued], batch: Batch) -> None:
-        """One transaction, and its account in `batch`."""
+        """One transaction, and its account in `batch`. A full log's tail is sorted by turn."""
+        num_bytes = sum(write.size_bytes for write, _ in queued)
         if not all(isinstance(write, Barrier) for write, _ in queued):
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 for write, _ in queued:
                     write.apply(self._db)
+                if self._log_bytes + num_bytes >= CHECKPOINT_BYTES:
+                    compact(self._db)
                 self._db.execute("COMMIT")
             except BaseException:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
             batch.num_commits += 1
+            self._log_bytes += num_bytes
         for write, done in queued:
             batch.outcomes.append((done, None))
-            self._log_bytes += write.size_bytes
             if isinstance(write, AppendTokens):
                 batch.num_tokens += sum(len(row[4]) // 4 for row in write.rows)
 

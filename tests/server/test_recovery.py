@@ -28,6 +28,7 @@ from support.hub_world import (
     kind,
     world,
 )
+from support.wait import until
 
 RELAXED = settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -124,6 +125,8 @@ async def test_the_server_may_die_anywhere(tmp_path: Path, name: str, seed: int)
     opened, listener = await made.create(request(name))
     seen: list[Event | TextDelta] = []
     while True:
+        if random.random() < 0.5:  # let this life get as far as the engine
+            await running_or_done(made, listener)
         for _ in range(random.randrange(24)):
             await asyncio.sleep(0)
             made.engine.step()
@@ -140,11 +143,17 @@ async def test_the_server_may_die_anywhere(tmp_path: Path, name: str, seed: int)
     assert comparable(seen) == expected
 
 
+async def running_or_done(made: World, listener: Listener) -> None:
+    """Return once the engine was given the response, or it had ended before."""
+    await until(lambda: bool(made.engine.submits) or listener.is_done)
+
+
 async def reborn(made: World) -> World:
     """A server on the files as they are this instant: what a kill -9 leaves behind."""
     image = made.data_dir.with_name(f"{made.data_dir.name}+")
     shutil.copytree(made.data_dir, image, ignore=shutil.ignore_patterns("reserved"))
     await kill(made)
+    shutil.rmtree(made.data_dir)
     again = World(image, FakeEngine(auto=False), None)
     await again.hub.start()
     return again
