@@ -16,7 +16,7 @@ from hillstar.engine.config import ConfigError
 from hillstar.server.config import Durability
 from hillstar.server.steps import compact
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 RESERVED_BYTES = 8 << 20  # given back to the file system when it is full
 
 _SCHEMA = """
