@@ -226,7 +226,11 @@ async def read_body(
     *,
     may_be_empty: bool = False,
 ) -> T:
-    """The parsed JSON body. Raises ApiError 415, 408, 413 (aiohttp's) and what `parse` raises."""
+    """The parsed JSON body.
+
+    Raises ApiError 415, 408, 400 where it is not what its headers say, 413 (aiohttp's), and what
+    `parse` raises.
+    """
     has_body = request.can_read_body
     if request.content_type != "application/json" and (has_body or not may_be_empty):
         raise ApiError(415, "unsupported_media_type", "Content-Type must be application/json.")
@@ -235,6 +239,8 @@ async def read_body(
             data = await request.read()
     except TimeoutError:
         raise ApiError(408, "request_timeout", "The body did not arrive in time.") from None
+    except web.RequestPayloadError:
+        raise invalid("The body is not encoded as its headers say.", code="invalid_json") from None
     return await front.parse(b"{}" if may_be_empty and not data else data, parse)
 
 

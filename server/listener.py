@@ -1,8 +1,11 @@
 """The listening server: accept, drain, leave."""
 
 import asyncio
+import logging
+from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from hillstar.server.front import Front
 from hillstar.server.routes import build_app
@@ -21,6 +24,7 @@ class Server:
             handle_signals=False,
             handler_cancellation=True,
             access_log=None,
+            logger=_HttpLogger(logging.getLogger("aiohttp.server")),
             keepalive_timeout=KEEPALIVE_S,
             shutdown_timeout=front.limits.close_timeout_s,
         )
@@ -51,3 +55,16 @@ class Server:
             self._beats.cancel()
         await self._runner.cleanup()
         self._front.close()
+
+
+class _HttpLogger(logging.LoggerAdapter[logging.Logger]):
+    """Logs for aiohttp. What is no HTTP is named and not quoted: it may be a prompt or a key."""
+
+    def log(
+        self, level: int, msg: object, *args: object, exc_info: Any = None, **options: Any
+    ) -> None:
+        """As `Logger.log`; a fault of the peer's is no error of ours."""
+        if isinstance(exc_info, HttpProcessingError | web.RequestPayloadError):
+            msg = f"{msg} ({type(exc_info).__name__})"
+            level, exc_info = min(level, logging.INFO), None
+        super().log(level, msg, *args, exc_info=exc_info, **options)

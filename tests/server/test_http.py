@@ -3,8 +3,10 @@
 import asyncio
 import gzip
 import json
+import logging
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -218,6 +220,43 @@ async def test_a_decompression_bomb_is_too_large() -> None:
         packed = gzip.compress(b'{"input":"small"}')
         status, body, _ = await call("POST", "/v1/responses", data=packed, headers=headers)
         assert (status, body["status"]) == (200, "completed")
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_body_that_does_not_unpack_is_refused(encoding: str) -> None:
+    """A body in another encoding than its header says is the sender's fault, not the server's."""
+    headers = JSON_TYPE | {"Content-Encoding": encoding}
+    async with fake_hub_server() as running, aiohttp.ClientSession() as session:
+        status, body, _ = await Client(running, session)(
+            "POST", "/v1/responses", data=b'{"input":"plain"}', headers=headers
+        )
+    assert (status, body["error"]["code"]) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b'Transfer-Encoding: chunked\r\n\r\n2\r\n{"my secret is out',
+        b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer my secret\0\r\n\r\n",
+    ],
+    ids=["body", "key"],
+)
+async def test_malformed_http_is_not_quoted_in_the_log(
+    request_bytes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bytes that are no HTTP may hold a prompt or a key: the log names the fault, nothing else."""
+    caplog.set_level(logging.DEBUG)
+    async with fake_hub_server() as running:
+        url = urlsplit(running.url)
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        writer.write(request_bytes)
+        answer = await reader.read()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.0 400 ")
+    assert "BadHttpMessage" in caplog.text
+    assert "secret" not in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_retryable_errors_say_when() -> None:
