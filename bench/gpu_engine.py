@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from common import finish, report
 from gpu_generation import check
@@ -120,8 +120,9 @@ def make_reference() -> LlamaForCausalLM:
         tie_word_embeddings=False,
         dtype="bfloat16",
     )
+    # Not `.to(bfloat16)` afterwards: that would round the rotary frequencies as well.
     with torch.device("cuda"):
-        return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def take_weights(reference: LlamaForCausalLM) -> Weights:

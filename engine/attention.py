@@ -3,7 +3,7 @@
 Rows that decode (one token) are batched: rows of similar context are gathered side by side, the
 query heads of a KV head folded into the query length, and padded keys masked. Rows that prefill
 go one by one, in pieces of queries. Both read keys and values through torch's flash attention,
-which never materialises scores. `kernels/paged_attention.py` is the GPU's counterpart.
+which never materialises scores. `kernels/attention.py` is the GPU's counterpart.
 """
 
 from dataclasses import dataclass

@@ -145,7 +145,7 @@ class CudaForward:
         """Captures the graphs. last_tokens: int64 `[max_num_seqs]` on the device, the last
         sampled token of every row."""
         self._device = last_tokens.device
-        self._decoder = Decoder(config, weights, TritonOps(config))
+        self._decoder = Decoder(config, weights, TritonOps(config, weights.embedding.dtype))
         self._attention = PagedAttention(
             config, cache, device=self._device, max_position=max_position
         )

@@ -145,7 +145,9 @@ class _Launched:
                 for tensor in (sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
             ),
         )
-        return _Launched(host, torch.cuda.current_stream().record_event())
+        event = torch.cuda.Event()
+        event.record()
+        return _Launched(host, event)
 
     def result(self) -> StepResult:
         self.event.synchronize()

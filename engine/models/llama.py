@@ -59,7 +59,8 @@ class Decoder:
             _Layer.prepare(layer, next_norm, ops)
             for layer, next_norm in zip(weights.layers, next_norms, strict=True)
         )
-        self._lm_head = ops.linear(weights.lm_head)
+        self._head = ops.head(weights.lm_head)
+        self._residual_dtype = ops.residual_dtype
 
     def forward(
         self, token_ids: torch.Tensor, sampled: torch.Tensor | None, attend: Attend
@@ -69,7 +70,7 @@ class Decoder:
         token_ids: int64 `[T]`, as fed (no -1). sampled: int64 `[S]`, indices of those tokens;
         None: all of them. attend: the step's attention.
         """
-        hidden = F.embedding(token_ids, self._embedding)
+        hidden = F.embedding(token_ids, self._embedding).to(self._residual_dtype)
         normed = self._first_norm(hidden)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
@@ -82,4 +83,4 @@ class Decoder:
             normed, hidden = layer.post_norm.add(hidden, layer.o(attended))
             mixed = layer.down(self._swiglu(layer.gate_up(normed)))
             normed, hidden = layer.next_norm.add(hidden, mixed)
-        return self._lm_head(normed).to(torch.float32, memory_format=torch.contiguous_format)
+        return self._head(normed)

@@ -42,7 +42,8 @@ class Attend(Protocol):
 
 class Norm(Protocol):
     """RMSNorm with its weight: x / sqrt(mean(x^2) + eps) * weight over the last dimension
-    (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+    (Zhang and Sennrich 2019, arXiv 1910.07467). Takes the residual stream's dtype, gives the
+    weight's."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -52,11 +53,20 @@ class Norm(Protocol):
 
 
 class Ops(Protocol):
-    """Operations on tensors of one device and one dtype. The first two prepare what a model
+    """Operations on tensors of one device and one dtype. The first three prepare what a model
     uses at every step, once."""
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """Of the sum that runs through the layers."""
+        ...
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """weight: `[out_features, in_features]`."""
+        ...
+
+    def head(self, weight: torch.Tensor) -> Linear:
+        """As `linear`, for logits: float32, the best ones not rounded to the weights' dtype."""
         ...
 
     def norm(self, weight: torch.Tensor) -> Norm: ...

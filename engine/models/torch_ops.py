@@ -6,6 +6,7 @@ most of the rest; both were measured (2 Sapphire Rapids cores, bf16, torch 2.13,
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -18,11 +19,19 @@ from hillstar.engine.plan import Batch
 
 _MAX_COLUMNS = 256
 """Up to this many tokens, `weight @ x.T` beats `linear`: it multiplies the weights as they lie in
-memory instead of reordering them at each call. Beyond it the two are equal."""
+memory instead of reordering them at each call. Beyond it they are about equal."""
+
+_MAX_NEAR = 1024  # logits computed twice, at most, for one token
 
 
 class TorchOps:
-    """`Ops` on the CPU. Holds the rotation table, in the model's dtype."""
+    """`Ops` on the CPU. Holds the rotation table, in the model's dtype.
+
+    The residual stream is float32: a sum of dozens of terms in bfloat16 loses more than all
+    products together, and here it costs next to nothing.
+    """
+
+    residual_dtype = torch.float32
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, max_position: int) -> None:
         self._config = config
@@ -33,6 +42,9 @@ class TorchOps:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return _linear(weight) if bias is None else _affine(weight, bias)
+
+    def head(self, weight: torch.Tensor) -> Linear:
+        return _head(weight)
 
     def norm(self, weight: torch.Tensor) -> Norm:
         return _Norm(weight, self._config.rms_norm_eps)
@@ -95,19 +107,41 @@ def _affine(weight: torch.Tensor, bias: torch.Tensor) -> Linear:
     return apply
 
 
+def _head(weight: torch.Tensor) -> Linear:
+    """Products come back in the weights' dtype: in bfloat16, dozens of tokens may share the best
+    logit. Every token that rounding may have kept from being the best is computed once more."""
+    multiply = _linear(weight)
+    if weight.dtype == torch.float32:
+        return lambda x: multiply(x).contiguous()
+    # The best may have been rounded down and another up, each by half a unit in the last place.
+    margin = 2 * torch.finfo(weight.dtype).eps
+
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        logits = multiply(x).to(torch.float32, memory_format=torch.contiguous_format)
+        for row, hidden in zip(logits.numpy(), x.float(), strict=True):
+            best = row.max()
+            near = np.flatnonzero(row >= best - margin * abs(best))
+            if len(near) < _MAX_NEAR:  # else all are alike: a row of NaN, or of zeros
+                row[near] = torch.mv(weight[torch.from_numpy(near)].float(), hidden).numpy()
+        return logits
+
+    return apply
+
+
 class _Norm:
     """RMSNorm as a LayerNorm over (x, -x), whose mean is 0 and variance mean(x^2): torch fuses
-    LayerNorm on a CPU and not RMSNorm, and the trick halves the time of a norm."""
+    LayerNorm on a CPU and not RMSNorm, and at a few tokens the trick halves the time of a norm."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self._size = len(weight)
-        self._weight = torch.cat((weight, weight))
+        self._dtype = weight.dtype
+        self._weight = torch.cat((weight, weight)).float()
         self._eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         doubled = torch.cat((x, x.neg()), dim=-1)
         normed = F.layer_norm(doubled, self._weight.shape, self._weight, None, self._eps)
-        return normed[:, : self._size]
+        return normed[:, : self._size].to(self._dtype)
 
     def add(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         total = residual + x  # faster than in place where x is a transposed product

@@ -20,11 +20,17 @@ from hillstar.kernels.rope import rope
 class TritonOps:
     """`Ops` on one CUDA device."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._eps = config.rms_norm_eps
+        self.residual_dtype = dtype
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return partial(F.linear, weight=weight, bias=bias)
+
+    def head(self, weight: torch.Tensor) -> Linear:
+        if weight.dtype == torch.float32:
+            return self.linear(weight)
+        return lambda x: torch.mm(x, weight.t(), out_dtype=torch.float32)
 
     def norm(self, weight: torch.Tensor) -> Norm:
         return _Norm(weight, self._eps)
