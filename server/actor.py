@@ -93,7 +93,7 @@ class Actor:
         self._tasks.start(work, lambda error: self.tell(Failed(error)))
 
     def stored(self, sequence: Sequence, output: Output) -> None:
-        self._mailbox.tell(Arrived(sequence, output))
+        self._mailbox.tell_now(Arrived(sequence, output))
 
     def lost(self, sequence: Sequence, error: Exception) -> None:
         self._mailbox.tell(Lost(sequence, error))

@@ -20,6 +20,7 @@ import contextlib
 import queue
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +37,8 @@ from hillstar.server.schema import (
     open_writer,
 )
 from hillstar.server.writer import Barrier, Batch, Claim, Done, Queued, Release, Writer
+
+MAX_SLICE_S = 0.005  # of the loop's time before other callbacks have theirs
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,6 +68,8 @@ class Journal:
         self._on_storage: Callable[[bool], None] = lambda available: None
         self._writer = Writer(self._db, self._queue, self._reserve, self._report)
         self._thread = threading.Thread(target=self._writer.run, name="journal-write", daemon=True)
+        self._answers: deque[tuple[Done, Exception | None]] = deque()  # due, in order
+        self._rests = False  # other callbacks have their turn before the rest of the answers
         self.available = True
         self.num_pending = 0  # writes queued and not yet answered
         self.num_commits = 0
@@ -81,6 +86,8 @@ class Journal:
         self._queue.put(None)
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join)
+            while self._answers:
+                self._give_answers()
         await asyncio.to_thread(self._reader.shutdown)
         await asyncio.to_thread(self._checkpointer.shutdown)
         for db in (self._checkpoint_db, self._reader_db, self._db):
@@ -161,11 +168,24 @@ class Journal:
             self._on_storage(batch.available)
         self.num_commits += batch.num_commits
         self.num_tokens += batch.num_tokens
-        self.num_pending -= len(batch.outcomes)
         if batch.checkpoint and not self._closed:
             self._checkpointer.submit(checkpoint, self._checkpoint_db)
-        for done, error in batch.outcomes:
+        self._answers += batch.outcomes
+        if not self._rests:
+            self._give_answers()
+
+    def _give_answers(self) -> None:
+        """Call what waits for its outcome, resting when that takes long."""
+        self._rests = False
+        deadline = self._loop.time() + MAX_SLICE_S
+        while self._answers:
+            done, error = self._answers.popleft()
+            self.num_pending -= 1
             done(error)
+            if self._answers and self._loop.time() >= deadline:
+                self._rests = True
+                self._loop.call_soon(self._give_answers)
+                return
 
 
 def _ignore(error: Exception | None) -> None:
