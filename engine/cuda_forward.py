@@ -25,37 +25,50 @@ from hillstar.engine.plan import Batch
 from hillstar.engine.transfer import to_device
 
 _DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+_SHORT_CONTEXTS = (512, 4096)  # of few rows, whose context is split the more the longer it is
+_FEW_ROWS = 4
 _TURN_TOKENS = (32, 64, 128, 256)  # a short prefill: a session's next turn
-_TURN_ROWS = 8
+_TURN_ROWS = (1, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a step or a graph: tokens, rows, and the most tokens that a row feeds."""
+    """Of a step or a graph: tokens, rows, the most tokens that a row feeds, and that it has."""
 
     num_tokens: int
     num_rows: int
     max_q_len: int
+    max_context_len: int
 
     @staticmethod
     def of(batch: Batch) -> "Shape":
-        counts = np.diff(batch.cu_seqlens_q)
-        return Shape(len(batch.token_ids), len(batch.rows), int(counts.max()))
+        longest = int(np.diff(batch.cu_seqlens_q).max())
+        context = int(batch.context_lens.max())
+        return Shape(len(batch.token_ids), len(batch.rows), longest, context)
 
     def holds(self, other: "Shape") -> bool:
         return (
             other.num_tokens <= self.num_tokens
             and other.num_rows <= self.num_rows
             and other.max_q_len <= self.max_q_len
+            and other.max_context_len <= self.max_context_len
         )
 
 
-def choose_shapes(max_num_seqs: int) -> tuple[Shape, ...]:
+def choose_shapes(max_num_seqs: int, max_context_len: int) -> tuple[Shape, ...]:
     """What is captured, the cheapest first: decode up to `max_num_seqs` rows, short prefills."""
     largest = min(max_num_seqs, _DECODE_ROWS[-1])
-    rows = (*(n for n in _DECODE_ROWS if n < largest), largest)
-    decodes = (Shape(n, n, 1) for n in rows)
-    turns = (Shape(n, min(_TURN_ROWS, max_num_seqs), n) for n in _TURN_TOKENS)
+    shorter = [n for n in _SHORT_CONTEXTS if n < max_context_len]
+    decodes = [
+        Shape(rows, rows, 1, context)
+        for rows in (*(n for n in _DECODE_ROWS if n < largest), largest)
+        for context in (*(shorter if rows <= _FEW_ROWS else ()), max_context_len)
+    ]
+    turns = [
+        Shape(tokens, min(rows, max_num_seqs), tokens, max_context_len)
+        for rows in _TURN_ROWS
+        for tokens in _TURN_TOKENS
+    ]
     return (*decodes, *turns)
 
 
@@ -145,15 +158,15 @@ class CudaForward:
         """Captures the graphs. last_tokens: int64 `[max_num_seqs]` on the device, the last
         sampled token of every row."""
         self._device = last_tokens.device
-        self._decoder = Decoder(config, weights, TritonOps(config, weights.embedding.dtype))
+        self._decoder = Decoder(config, weights, TritonOps(config, weights.embedding))
         self._attention = PagedAttention(
             config, cache, device=self._device, max_position=max_position
         )
         max_blocks = -(-max_position // self._attention.block_size)
         self._tables = BlockTables(len(last_tokens), max_blocks, self._device)
-        self._longest = max_blocks * self._attention.block_size
         self._last_tokens = last_tokens
-        self._graphs = self._capture_all(choose_shapes(len(last_tokens)))
+        longest = max_blocks * self._attention.block_size
+        self._graphs = self._capture_all(choose_shapes(len(last_tokens), longest))
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """See `Forward`."""
@@ -164,11 +177,9 @@ class CudaForward:
             if graph.shape.holds(shape):
                 return graph.replay(StepInputs.pack(batch, graph.shape))[:num_sampled]
         inputs = StepInputs.of(to_device(StepInputs.pack(batch, shape), self._device), shape)
-        return self._body(inputs, shape.max_q_len, num_sampled, int(batch.context_lens.max()))
+        return self._body(inputs, shape, num_sampled)
 
-    def _body(
-        self, inputs: StepInputs, max_q_len: int, num_sampled: int, max_context_len: int
-    ) -> torch.Tensor:
+    def _body(self, inputs: StepInputs, shape: Shape, num_sampled: int) -> torch.Tensor:
         """Embedding to logits: what is captured, and what runs as it is."""
         last = self._last_tokens[inputs.token_rows]
         token_ids = torch.where(inputs.token_ids < 0, last, inputs.token_ids)
@@ -179,8 +190,8 @@ class CudaForward:
                 block_tables=self._tables.tables.index_select(0, inputs.rows),
                 cu_seqlens_q=inputs.cu_seqlens_q,
                 context_lens=inputs.context_lens,
-                max_q_len=max_q_len,
-                max_context_len=max_context_len,
+                max_q_len=shape.max_q_len,
+                max_context_len=shape.max_context_len,
             )
         )
         return self._decoder.forward(token_ids, inputs.sampled[:num_sampled], attend)
@@ -199,7 +210,7 @@ class CudaForward:
         inputs.slots.fill_(-1)
 
         def body() -> torch.Tensor:
-            return self._body(inputs, shape.max_q_len, shape.num_rows, self._longest)
+            return self._body(inputs, shape, shape.num_rows)
 
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())

@@ -145,7 +145,7 @@ class _Launched:
                 for tensor in (sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
             ),
         )
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return _Launched(host, event)
 

@@ -23,7 +23,7 @@ class _Layer:
     head_norms: HeadNorms | None
     o: Linear
     post_norm: Norm
-    gate_up: Linear
+    glu: Linear
     down: Linear
     next_norm: Norm  # of the next layer's input; of the last layer, the model's own
 
@@ -37,7 +37,7 @@ class _Layer:
             head_norms=head_norms,
             o=ops.linear(weights.o),
             post_norm=ops.norm(weights.post_norm),
-            gate_up=ops.linear(weights.gate_up),
+            glu=ops.glu(weights.gate_up),
             down=ops.linear(weights.down),
             next_norm=ops.norm(next_norm),
         )
@@ -51,7 +51,6 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
         self._head_dim = config.head_dim
-        self._swiglu = ops.swiglu
         self._embedding = weights.embedding
         self._first_norm = ops.norm(weights.layers[0].input_norm)
         next_norms = (*(layer.input_norm for layer in weights.layers[1:]), weights.norm)
@@ -81,6 +80,6 @@ class Decoder:
                 # From here on every token is on its own: only sampled ones matter.
                 attended, hidden = attended[sampled], hidden[sampled]
             normed, hidden = layer.post_norm.add(hidden, layer.o(attended))
-            mixed = layer.down(self._swiglu(layer.gate_up(normed)))
+            mixed = layer.down(layer.glu(normed))
             normed, hidden = layer.next_norm.add(hidden, mixed)
         return self._head(normed)

@@ -53,8 +53,8 @@ class Norm(Protocol):
 
 
 class Ops(Protocol):
-    """Operations on tensors of one device and one dtype. The first three prepare what a model
-    uses at every step, once."""
+    """Operations on tensors of one device and one dtype: each prepares, once, what a model uses
+    at every step."""
 
     @property
     def residual_dtype(self) -> torch.dtype:
@@ -71,6 +71,9 @@ class Ops(Protocol):
 
     def norm(self, weight: torch.Tensor) -> Norm: ...
 
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`[T, 2 * n]` -> `[T, n]`: silu(gate) * up, gate columns first (arXiv 2002.05202)."""
+    def glu(self, gate_up: torch.Tensor) -> Linear:
+        """silu(gate(x)) * up(x) (Shazeer 2020, arXiv 2002.05202): `[T, hidden]` -> `[T, n]`.
+
+        gate_up: `[2 * n, hidden]`, gate rows first.
+        """
         ...

@@ -49,9 +49,14 @@ class TorchOps:
     def norm(self, weight: torch.Tensor) -> Norm:
         return _Norm(weight, self._config.rms_norm_eps)
 
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+    def glu(self, gate_up: torch.Tensor) -> Linear:
+        multiply = _linear(gate_up)
+
+        def apply(x: torch.Tensor) -> torch.Tensor:
+            gate, up = multiply(x).chunk(2, dim=-1)
+            return F.silu(gate).mul_(up)
+
+        return apply
 
     def attention(self, cache: KVCache) -> Callable[[Batch], Attend]:
         """Attention over a cache; called with a batch, it prepares what the layers of a step

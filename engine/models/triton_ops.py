@@ -1,18 +1,17 @@
-"""The forward pass's operations on CUDA: cuBLAS for products, `hillstar.kernels` for the rest."""
+"""The forward pass's operations on CUDA: `hillstar.kernels`, and cuBLAS where it is as fast."""
 
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.ops import Attend, HeadNorms, Linear, Norm
 from hillstar.engine.models.rope import rope_table
-from hillstar.kernels.activation import swiglu
 from hillstar.kernels.attention import paged_attention
 from hillstar.kernels.kv_store import store_kv
+from hillstar.kernels.linear import gate_up_swiglu, linear
 from hillstar.kernels.norm import rms_norm
 from hillstar.kernels.rope import rope
 
@@ -20,12 +19,14 @@ from hillstar.kernels.rope import rope
 class TritonOps:
     """`Ops` on one CUDA device."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, embedding: torch.Tensor) -> None:
+        """embedding: on the device and of the dtype of all weights."""
         self._eps = config.rms_norm_eps
-        self.residual_dtype = dtype
+        self._counters = torch.zeros(4096, dtype=torch.int32, device=embedding.device)
+        self.residual_dtype = embedding.dtype
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        return partial(F.linear, weight=weight, bias=bias)
+        return partial(linear, weight=weight, bias=bias, counters=self._counters)
 
     def head(self, weight: torch.Tensor) -> Linear:
         if weight.dtype == torch.float32:
@@ -35,8 +36,8 @@ class TritonOps:
     def norm(self, weight: torch.Tensor) -> Norm:
         return _Norm(weight, self._eps)
 
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return swiglu(gate_up)
+    def glu(self, gate_up: torch.Tensor) -> Linear:
+        return partial(gate_up_swiglu, weight=gate_up)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ Triton decides when a kernel is decorated, so the variable is set before any ker
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,3 +40,16 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
             return tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
 
         monkeypatch.setattr(torch, name, poisoned)
+
+
+@pytest.fixture(scope="session")
+def moved(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A tensor on the device with the same strides: `to` would make it contiguous."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        there = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+        )
+        return there.copy_(tensor)
+
+    return move

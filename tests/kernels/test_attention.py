@@ -1,5 +1,6 @@
 """`paged_attention` against its reference, and the reference against torch's own attention."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -242,9 +243,14 @@ def test_offsets_pass_32_bits(generator: torch.Generator) -> None:
         ("workspace", torch.zeros(9, dtype=torch.float16)),
     ],
 )
-def test_a_wrong_argument_is_named(generator: torch.Generator, argument: str, bad: Any) -> None:
+def test_a_wrong_argument_is_named(
+    generator: torch.Generator,
+    moved: Callable[[torch.Tensor], torch.Tensor],
+    argument: str,
+    bad: Any,
+) -> None:
     """A wrong shape, dtype, stride or value raises a ValueError that names the argument."""
     arguments = case(Shape(4, 2, 32, 16), [(1, 20)], generator)
-    wrong = bad.to(generator.device) if isinstance(bad, torch.Tensor) else bad
+    wrong = moved(bad) if isinstance(bad, torch.Tensor) else bad
     with pytest.raises(ValueError, match=f"^{argument}: "):
         paged_attention(**arguments | {argument: wrong})

@@ -1,5 +1,7 @@
 """`rope` against its reference and against transformers' rotation."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -81,7 +83,9 @@ def test_reference_is_the_llama_rotation() -> None:
         ("q_norm", torch.zeros(4)),
     ],
 )
-def test_a_wrong_argument_is_named(device: torch.device, argument: str, bad: torch.Tensor) -> None:
+def test_a_wrong_argument_is_named(
+    moved: Callable[[torch.Tensor], torch.Tensor], argument: str, bad: torch.Tensor
+) -> None:
     """A wrong shape, dtype or stride raises a ValueError that names the argument."""
     arguments = {
         "q": torch.zeros((2, 4, 8)),
@@ -91,7 +95,7 @@ def test_a_wrong_argument_is_named(device: torch.device, argument: str, bad: tor
         "q_norm": torch.zeros(8),
         "k_norm": torch.zeros(8),
     }
-    given = {name: value.to(device) for name, value in (arguments | {argument: bad}).items()}
+    given = {name: moved(value) for name, value in (arguments | {argument: bad}).items()}
     norms = {name: given.pop(name) for name in ("q_norm", "k_norm")}
     with pytest.raises(ValueError, match=f"^{argument}: "):
         rope(**given, **norms)
