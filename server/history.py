@@ -88,7 +88,7 @@ class Historian:
         rows: tuple[TurnRow, ...] = ()
         if parent is None and parent_id is not None:
             rows = await self._journal.read(reads.load_chain, parent_id)
-            if not rows:
+            if not rows and request.previous_response_id is not None:
                 raise previous_response_not_found(parent_id)
 
         def build() -> Prepared:
@@ -101,10 +101,10 @@ class Historian:
     async def restore(self, row: TurnRow) -> Prepared:
         """The prompt of an open turn as it was, from the journal. Raises ApiError."""
         rows = await self._journal.read(reads.load_chain, row.id)
-        before = rows[:-1]
+        *before, row = rows  # as it is stored by now: its past may have been erased
 
         def build() -> Prepared:
-            context = self._context(before) if before else None
+            context = self._context(tuple(before)) if before else None
             return Prepared(self._prompt(context, row), context)
 
         return await self._run(build)

@@ -102,7 +102,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Erased:
-    """The journal has erased a response; `last_id` is the end of the conversation now."""
+    """The journal has erased a response; `last_id` is the end of its conversation now."""
 
     response_id: str
     last_id: str | None

@@ -4,6 +4,7 @@ import sqlite3
 from dataclasses import dataclass
 from typing import Any
 
+from hillstar.server.erased import standing
 from hillstar.server.records import ConversationRow, TurnRow
 from hillstar.server.steps import output_of
 
@@ -94,15 +95,29 @@ def load_turn(db: sqlite3.Connection, response_id: str) -> TurnRow | None:
 
 
 def load_chain(db: sqlite3.Connection, response_id: str) -> tuple[TurnRow, ...]:
-    """The response and everything it builds on, oldest first; () if it is unknown."""
+    """The response and everything it builds on, oldest first; () if it is unknown.
+
+    Of a response that was erased since the server's start: what it was built on.
+    """
     rows = db.execute(
         "WITH RECURSIVE chain(id, depth) AS (SELECT ?, 0 UNION ALL"
         " SELECT r.parent_id, depth + 1 FROM chain JOIN responses r ON r.id = chain.id"
         " WHERE r.parent_id IS NOT NULL)"
         f" SELECT {_COLUMNS} FROM chain JOIN responses r ON r.id = chain.id ORDER BY depth DESC",
-        (response_id,),
+        (standing(db, response_id),),
     ).fetchall()
     return tuple(_turn(db, row) for row in rows)
+
+
+def conversations_upon(db: sqlite3.Connection, response_id: str) -> tuple[str, ...]:
+    """Its own conversation, and those that hold a turn built on it."""
+    rows = db.execute(
+        "WITH RECURSIVE later(id) AS (SELECT ? UNION"
+        " SELECT r.id FROM responses r JOIN later ON r.parent_id = later.id)"
+        " SELECT DISTINCT r.conversation_id FROM later JOIN responses r ON r.id = later.id",
+        (response_id,),
+    ).fetchall()
+    return tuple(row[0] for row in rows)
 
 
 def unfinished_conversations(db: sqlite3.Connection) -> tuple[str, ...]:

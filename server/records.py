@@ -5,10 +5,10 @@ encodes them. A write runs on the journal's writer thread, inside a transaction.
 """
 
 import sqlite3
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
-from hillstar.server import steps
+from hillstar.server import erased, steps
 
 NOT_STORED = -1
 """`base_tokens` of a stored turn upon an unstored one: its prompt lives in memory only."""
@@ -86,7 +86,14 @@ class OpenConversation:
         row = self.row
         db.execute(
             "INSERT OR IGNORE INTO conversations VALUES (?, ?, ?, ?, ?, ?)",
-            (row.id, row.tenant, row.parent_id, row.created_at, row.metadata, row.items),
+            (
+                row.id,
+                row.tenant,
+                erased.standing(db, row.parent_id),
+                row.created_at,
+                row.metadata,
+                row.items,
+            ),
         )
 
 
@@ -106,7 +113,7 @@ class OpenTurn:
     def apply(self, db: sqlite3.Connection) -> None:
         if self.conversation is not None:
             OpenConversation(self.conversation).apply(db)
-        row = self.row
+        row = _after_erasures(db, self.row)
         db.execute(
             "INSERT INTO responses (key, id, conversation_id, tenant, parent_id, client_key,"
             " created_at, request, seed, base_tokens, prompt_ids)"
@@ -140,7 +147,7 @@ class PlacePrompt:
         return 64 + len(self.row.request) + len(self.row.prompt_ids or b"")
 
     def apply(self, db: sqlite3.Connection) -> None:
-        row = self.row
+        row = _after_erasures(db, self.row)
         db.execute(
             "UPDATE responses SET parent_id = ?, request = ?, base_tokens = ?, prompt_ids = ?"
             " WHERE key = ?",
@@ -178,7 +185,8 @@ class EraseTurns:
     """Forget some responses, or a whole conversation.
 
     Later turns hold the erased ones' ids in their context: their prompts are forgotten too and
-    rendered afresh from what remains if they are ever continued.
+    rendered afresh from what remains if they are ever continued. So are those of turns that are
+    on their way to storage meanwhile.
     """
 
     response_ids: tuple[str, ...]
@@ -225,6 +233,24 @@ class EraseTurns:
             )
         db.execute("DELETE FROM tokens WHERE key = ?", (key,))
         db.execute("DELETE FROM responses WHERE key = ?", (key,))
+        erased.remember(db, response_id, parent_id)
+
+
+def _after_erasures(db: sqlite3.Connection, row: TurnRow) -> TurnRow:
+    """The row as it would be if it had been stored before the erasures that overtook it.
+
+    Whatever comes after a forgotten prompt is forgotten too: its base is no longer what it was.
+    """
+    if row.parent_id is None:
+        return row
+    parent_id = erased.standing(db, row.parent_id)
+    if parent_id == row.parent_id:
+        parent = db.execute(
+            "SELECT prompt_ids IS NULL FROM responses WHERE id = ?", (parent_id,)
+        ).fetchone()
+        if parent is None or not parent[0]:  # None: kept in memory only
+            return row
+    return replace(row, parent_id=parent_id, base_tokens=min(row.base_tokens, 0), prompt_ids=None)
 
 
 TokenRow = tuple[str, int, int, int, bytes, bytes | None, bytes | None]

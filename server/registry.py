@@ -285,14 +285,15 @@ class Hub:
         row = await self._journal.read(reads.load_turn, response_id)
         if row is None:
             raise response_not_found(response_id)
+        ids = await self._journal.read(reads.conversations_upon, response_id)
         await self._journal.stored(EraseTurns((response_id,)))
-        conversation_id = row.conversation_id
-        last_id = await self._journal.read(reads.last_in_history, conversation_id)
-        actor = self._actors.active(conversation_id)
-        if actor is not None:
-            actor.tell(Erased(response_id, last_id))
-        if actor is None or actor.session is None or actor.session.is_idle:
-            self._sequences.release(conversation_id, erase=True)
+        last_id = await self._journal.read(reads.last_in_history, row.conversation_id)
+        for conversation_id in ids:
+            actor = self._actors.active(conversation_id)
+            if actor is not None:
+                actor.tell(Erased(response_id, last_id))
+            if actor is None or actor.session is None or actor.session.is_idle:
+                self._sequences.release(conversation_id, erase=True)
 
     async def create_conversation(
         self,

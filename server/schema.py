@@ -3,6 +3,7 @@
 conversations   one row each
 responses       one row a turn; `finish` is NULL while it is open. A turn's context is the
                 first `base_tokens` ids of its parent's context and output, then `prompt_ids`.
+erased          turns erased since the start, and what each had come after
 steps           the output of open turns as it comes, a row for each step of the engine
 tokens          the same once it was sorted by turn; moved into `responses` at the finish
 """
@@ -14,9 +15,10 @@ from pathlib import Path
 
 from hillstar.engine.config import ConfigError
 from hillstar.server.config import Durability
+from hillstar.server.erased import forget_all
 from hillstar.server.steps import compact
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 RESERVED_BYTES = 8 << 20  # given back to the file system when it is full
 
 _SCHEMA = """
@@ -49,6 +51,10 @@ CREATE INDEX responses_of_conversation ON responses (conversation_id, key);
 CREATE INDEX responses_of_parent ON responses (parent_id) WHERE parent_id IS NOT NULL;
 CREATE INDEX forks ON conversations (parent_id) WHERE parent_id IS NOT NULL;
 CREATE INDEX open_responses ON responses (key) WHERE finish IS NULL;
+CREATE TABLE erased (
+    id TEXT PRIMARY KEY,
+    parent_id TEXT
+) WITHOUT ROWID;
 CREATE TABLE steps (
     id INTEGER PRIMARY KEY,
     rows BLOB NOT NULL
@@ -114,7 +120,7 @@ def open_writer(path: Path, durability: Durability) -> sqlite3.Connection:
             f"a journal of version {SCHEMA_VERSION} (this one is {version})",
         )
     else:
-        _compact(db)
+        _tidy(db)
     return db
 
 
@@ -148,10 +154,11 @@ def reserve_space(path: Path) -> bool:
     return True
 
 
-def _compact(db: sqlite3.Connection) -> None:
+def _tidy(db: sqlite3.Connection) -> None:
     """Sort the last server's tail by turn; on a full disk it is read as it is."""
     db.execute("BEGIN IMMEDIATE")
     try:
+        forget_all(db)
         compact(db)
         db.execute("COMMIT")
     except sqlite3.OperationalError:

@@ -9,7 +9,7 @@ import pytest
 
 from hillstar.engine.messages import Park, Release, Unpark, pack_ids, unpack_ids
 from hillstar.server.errors import ApiError, storage_unavailable
-from hillstar.server.records import Write
+from hillstar.server.records import EraseTurns, Write
 from hillstar.server.registry import HubLimits
 from support.fake_engine import FakeEngine
 from support.hub_world import ALICE, BOB, Listener, Socket, World, ask, world
@@ -199,6 +199,70 @@ async def test_deleting_the_last_turn_takes_the_conversation_back(tmp_path: Path
         again = await made.say("b", previous_response_id=first["id"])
         assert again.response["conversation"] == first["conversation"]
         assert "[hush]" not in last_prompt(made)
+
+
+@pytest.mark.parametrize("parent", ["last", "fork of later", "deleted"])
+async def test_a_turn_opened_while_its_past_is_deleted_stands_without_it(
+    tmp_path: Path, parent: str
+) -> None:
+    """A turn built upon an erased one, and stored after the erasure, is found and continued."""
+    async with world(tmp_path) as made:
+        first = (await made.say("a")).response
+        conversation = first["conversation"]["id"]
+        gone = (await made.say("hush", previous_response_id=first["id"])).response["id"]
+        later: list[Listener] = []
+        context: dict[str, Any] = {"conversation": conversation}
+        if parent == "fork of later":
+            base = (await made.say("b", previous_response_id=gone)).response["id"]
+            await made.say("c", previous_response_id=base)
+            context = {"previous_response_id": base}
+        stored = made.journal.stored
+
+        async def stored_late(write: Write) -> None:
+            await stored(write)
+            if isinstance(write, EraseTurns):
+                later.append(await made.say("between", **context))
+
+        async def stored_early(write: Write) -> None:
+            """Queue the erasure before a create whose prompt is being built."""
+            if isinstance(write, EraseTurns):
+                made.text.gate.clear()
+                opening = asyncio.create_task(made.say("between", previous_response_id=gone))
+                await asyncio.to_thread(made.text.entered.wait, 60)
+                await stored(write)
+                made.text.gate.set()
+                later.append(await opening)
+            else:
+                await stored(write)
+
+        made.journal.stored = (  # type: ignore[method-assign]
+            stored_early if parent == "deleted" else stored_late
+        )
+        await made.hub.delete(ALICE, gone)
+        made.journal.stored = stored  # type: ignore[method-assign]
+        between = later[0].response["id"]
+    async with world(tmp_path) as made:
+        (prompt,) = made.query("SELECT prompt_ids FROM responses WHERE id = ?", between)
+        assert prompt == (None,)
+        after = await made.say("end", previous_response_id=between)
+        assert after.response["status"] in ("completed", "incomplete")
+        prompt_text = last_prompt(made)
+        assert "[a]" in prompt_text and "[between]" in prompt_text
+        assert "[hush]" not in prompt_text
+        await made.hub.delete(ALICE, between)
+
+
+async def test_a_fork_forgets_what_was_deleted_before_it(tmp_path: Path) -> None:
+    """A conversation that has branched off after a deleted turn no longer knows it."""
+    async with world(tmp_path) as made:
+        gone = (await made.say("hush")).response["id"]
+        later = (await made.say("b", previous_response_id=gone)).response["id"]
+        await made.say("main", previous_response_id=later)
+        fork = (await made.say("fork", previous_response_id=later)).response
+        await made.hub.delete(ALICE, gone)
+        assert Release(fork["conversation"]["id"], True) in made.engine.sent
+        await made.say("on", previous_response_id=fork["id"])
+        assert "[hush]" not in last_prompt(made) and "[fork]" in last_prompt(made)
 
 
 async def test_deleting_a_running_response_cancels_it(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """A text layer whose token ids are code points and whose template is two brackets a message."""
 
+import threading
+
 from hillstar.engine.messages import pack_ids, unpack_ids
 from hillstar.server.errors import context_length_exceeded, invalid
 from hillstar.server.prompt import ParentContext, Prompt
@@ -22,7 +24,12 @@ class Letters:
 
 
 class FakeText:
-    """Implements `server.history.TextLayer`."""
+    """Implements `server.history.TextLayer`. With `gate` cleared, prompts wait for it."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()  # a prompt waits at the cleared gate
 
     def decoder(self) -> Letters:
         return Letters()
@@ -31,6 +38,9 @@ class FakeText:
         self, parent: ParentContext | None, request: CreateResponse, *, max_model_len: int
     ) -> Prompt:
         """The parent's ids, or, where instructions changed, everything afresh."""
+        if not self.gate.is_set():
+            self.entered.set()
+            self.gate.wait(60)
         new = "".join(f"[{message.text}]" for message in request.input)
         if REFUSED in new:
             raise invalid("The template refuses this.", "input")
