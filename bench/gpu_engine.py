@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from common import finish, report
+from common import copy_ceiling_bytes_s, finish, report
 from gpu_generation import check
 from hillstar.engine.assembly import assemble
 from hillstar.engine.channel import QueueChannel
@@ -215,21 +215,6 @@ class Bench:
         return 1 - covered / (end - begin)
 
 
-def copy_ceiling_TBps() -> float:
-    """Device copy, bytes read and written a second, medians of 20 copies of 2 GiB."""
-    source = torch.randint(0, 255, (1 << 31,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(20):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return 2 * source.numel() / statistics.median(times) / 1e12
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path)
@@ -238,7 +223,7 @@ def main() -> None:
     parser.add_argument("--max-batched-tokens", type=int, default=8192)
     args = parser.parse_args()
     only = args.only.split(",")
-    copy_TBps = copy_ceiling_TBps()
+    copy_TBps = copy_ceiling_bytes_s() / 1e12
     reference = make_reference()
     weights = take_weights(reference)
     model = ModelConfig.from_dict(reference.config.to_dict(), "random-8b")

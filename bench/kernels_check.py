@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from common import finish, report
+from common import copy_ceiling_bytes_s, finish, report
 from hillstar.kernels.activation import swiglu, swiglu_reference
 from hillstar.kernels.attention import (
     Tiling,
@@ -77,13 +77,6 @@ def time_s(runs: list[Callable[[], object]], repeats: int = 15) -> float:
         if repeat >= 3:
             times.append(start.elapsed_time(end) / 1e3 / len(runs))
     return statistics.median(times)
-
-
-def copy_ceiling() -> float:
-    """Bytes a second of a device copy (read and write counted) of 4 GiB."""
-    source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda").zero_()
-    target = torch.empty_like(source)
-    return 2 * source.numel() / time_s([lambda: target.copy_(source)] * 2)
 
 
 def matmul_ceiling() -> float:
@@ -324,7 +317,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     torch.manual_seed(options.seed)
-    ceilings = {"copy_TBps": copy_ceiling() / 1e12, "bf16_TFLOPs": matmul_ceiling() / 1e12}
+    ceilings = {"copy_TBps": copy_ceiling_bytes_s() / 1e12, "bf16_TFLOPs": matmul_ceiling() / 1e12}
     print(f"ceilings: {ceilings}")
     table = Table(ceilings["copy_TBps"] * 1e12)
     num_blocks = 256 + max(sum(-(-c // BLOCK_SIZE) for _, c in r) for r in ATTENTION.values())

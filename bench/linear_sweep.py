@@ -24,11 +24,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from common import finish, report
+from common import copy_ceiling_bytes_s, finish, report
 from hillstar.kernels.activation import swiglu
 from hillstar.kernels.linear import gate_up_swiglu_reference, linear_reference
 from hillstar.kernels.linear_tuning import Tuning
-from kernels_check import copy_ceiling, time_s
+from kernels_check import time_s
 from linear_cases import (
     DEVICE,
     MAX_RELATIVE_ERROR,
@@ -216,7 +216,7 @@ def main() -> None:
     pairs = [(shape, m) for shape in options.shapes for m in options.ms]
     num_workers = max(1, min(14, (os.cpu_count() or 2) - 1))
     with ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn")) as pool:
-        copy_bytes_s = copy_ceiling()
+        copy_bytes_s = copy_ceiling_bytes_s()
         print(f"copy {copy_bytes_s / 1e12:.3f} TB/s", flush=True)
         layers = LAYER_SHAPES if options.chain else ()
         weights = make_weights(dict.fromkeys([*options.shapes, *layers]))
