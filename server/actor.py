@@ -13,7 +13,12 @@ from typing import Any
 from hillstar.engine.messages import Output
 from hillstar.server import reads
 from hillstar.server.conversation import Conversation, Services
-from hillstar.server.errors import ApiError, conversation_not_found, internal_error
+from hillstar.server.errors import (
+    ApiError,
+    conversation_not_found,
+    internal_error,
+    response_not_found,
+)
 from hillstar.server.mail import Arrived, Failed, Lost, Mail
 from hillstar.server.mailbox import Mailbox, RunQueue
 from hillstar.server.records import ConversationRow, Fence, TurnRow
@@ -197,4 +202,6 @@ class Actor:
                 recalled = await self._services.historian.recall(row)
                 turn.catch_up(recalled.events)
                 turn.answer_waiters(recalled.response)
+            else:
+                turn.lose(response_not_found(turn.id))
             self._services.directory.ended(turn.id, keep=False)

@@ -66,7 +66,16 @@ class Board(Protocol):
 class LaneFollower:
     """Carries one response's events onto its lane, in order, and frees the lane at the end."""
 
-    __slots__ = ("_board", "_has_ended", "_held", "_sender", "number", "response_id", "stream_id")
+    __slots__ = (
+        "_board",
+        "_error",
+        "_has_ended",
+        "_held",
+        "_sender",
+        "number",
+        "response_id",
+        "stream_id",
+    )
 
     def __init__(self, sender: Sender, board: Board, stream_id: str | None, number: int) -> None:
         self._sender = sender
@@ -75,6 +84,7 @@ class LaneFollower:
         self.number = number  # the response's number on this socket
         self.response_id: str | None = None  # known from the first event on
         self._held: list[AnyEvent] | None = None
+        self._error: ApiError | None = None  # comes behind what is held
         self._has_ended = False
 
     def post(self, response_id: str, events: Sequence[AnyEvent]) -> None:
@@ -95,6 +105,14 @@ class LaneFollower:
         if is_terminal(events[-1]):
             self.abandon()
 
+    def lost(self, response_id: str, error: ApiError) -> None:
+        """Of `ports.Follower`."""
+        if self._held is not None:
+            self._error = error
+        elif not self._has_ended:
+            self._sender.refuse(error, self.stream_id)
+            self.abandon()
+
     def hold(self) -> None:
         """Keep what is posted until `release` (the answer to a resume comes first)."""
         self._held = []
@@ -104,6 +122,8 @@ class LaneFollower:
         held, self._held = self._held, None
         if held and self.response_id is not None:
             self.post(self.response_id, held)
+        if self._error is not None and self.response_id is not None:
+            self.lost(self.response_id, self._error)
 
     def abandon(self) -> None:
         """Nothing more will come: the response ended, or never began."""
@@ -128,3 +148,7 @@ class LastEvent:
         for event in events:
             if isinstance(event, Event) and is_terminal(event):
                 self._sender.send_event(self._follower, event)
+
+    def lost(self, response_id: str, error: ApiError) -> None:
+        """Of `ports.Follower`."""
+        self._sender.refuse(error, self._follower.stream_id)

@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from hillstar.engine.messages import TokenLogprobs
+from hillstar.server.errors import ApiError
 from hillstar.server.events import Event, ResponseStream, TextDelta, TurnEnd
 from hillstar.server.history import Prepared, push_all, stored_logprobs
 from hillstar.server.ports import Follower, Observer, Scope
@@ -182,8 +183,11 @@ class LiveTurn:
                 waiter.set_result(response)
         self.waiters.clear()
 
-    def fail_waiters(self, error: Exception) -> None:
-        """Nobody will know of the end."""
+    def lose(self, error: ApiError) -> None:
+        """Nobody will know of the end: tell who waits for it and who follows."""
+        for follow in self.follows:
+            follow.follower.lost(self.row.id, error)
+        self.follows.clear()
         for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_exception(error)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from hillstar.engine.messages import EngineStats, Ready
+from hillstar.server.errors import ApiError
 from hillstar.server.events import Event, TextDelta
 
 EngineState = Literal["starting", "ready", "down"]
@@ -39,6 +40,10 @@ class Follower(Protocol):
 
     def post(self, response_id: str, events: Sequence[Event | TextDelta]) -> None:
         """Take the next events (`sequence_number`s contiguous). Never blocks, never raises."""
+        ...
+
+    def lost(self, response_id: str, error: ApiError) -> None:
+        """Nothing more will come, though the response has not ended. Never blocks or raises."""
         ...
 
 

@@ -193,7 +193,7 @@ class Session:
     def fail(self, error: ApiError) -> None:
         """After `abandon`, where no other session follows: answer everybody who still waits."""
         for turn in self.turns:
-            turn.fail_waiters(error)
+            turn.lose(error)
             self._services.directory.ended(turn.id, keep=False)
         self._turns.clear()
         self._answer_closing()

@@ -7,7 +7,7 @@ from aiohttp import web
 from aiohttp.http import StreamWriter
 
 from hillstar.server.encode import encode_sse, encode_sse_error
-from hillstar.server.errors import server_draining
+from hillstar.server.errors import ApiError, server_draining
 from hillstar.server.events import TextDelta
 from hillstar.server.followers import AnyEvent, is_terminal
 from hillstar.server.front import Front
@@ -70,6 +70,10 @@ class EventStream:
             if is_terminal(events[-1]):
                 self._outbox.finish()
 
+    def lost(self, response_id: str, error: ApiError) -> None:
+        """Of `ports.Follower`."""
+        self._fail(error)
+
     def superseded(self, conversation_id: str) -> None:
         """Of `ports.Scope`: OpenAI's stream has no such event, and it goes on."""
 
@@ -84,8 +88,7 @@ class EventStream:
 
     def leave(self) -> None:
         """Of `Peer`: the response is parked; the stream ends with an error that is retryable."""
-        self._outbox.put(encode_sse_error(server_draining(), self._next_sequence_number))
-        self._outbox.finish()
+        self._fail(server_draining())
 
     @property
     def has_posted(self) -> bool:
@@ -94,6 +97,11 @@ class EventStream:
 
     def finish(self) -> None:
         """There is nothing more to come."""
+        self._outbox.finish()
+
+    def _fail(self, error: ApiError) -> None:
+        """End with an error in place of the terminal event."""
+        self._outbox.put(encode_sse_error(error, self._next_sequence_number))
         self._outbox.finish()
 
     async def send(self, request: web.Request) -> web.StreamResponse:

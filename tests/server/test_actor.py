@@ -25,7 +25,7 @@ class Broken(Letters):
 async def test_nobody_waits_for_a_session_that_cannot_be_rebuilt(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the journal cannot be read, who waits for the end gets an error, and room is made."""
+    """Where the journal cannot be read, who waits or follows gets an error, and room is made."""
     caplog.set_level(logging.CRITICAL)
 
     def unreadable(db: sqlite3.Connection, conversation_id: str) -> None:
@@ -34,7 +34,7 @@ async def test_nobody_waits_for_a_session_that_cannot_be_rebuilt(
     engine = FakeEngine(auto=False)
     async with world(tmp_path, engine=engine, limits=HubLimits(max_responses=1)) as made:
         made.text.decoder = Broken  # type: ignore[method-assign]
-        opened, _ = await made.create(ask("a"))
+        opened, listener = await made.create(ask("a"))
         await engine.until(lambda: bool(engine.submits))
         waiting = asyncio.create_task(made.hub.wait_done(ALICE, opened.response_id))
         await asyncio.sleep(0)  # it has asked
@@ -43,6 +43,7 @@ async def test_nobody_waits_for_a_session_that_cannot_be_rebuilt(
         with pytest.raises(ApiError) as fault:
             await asyncio.wait_for(waiting, 20)
         assert fault.value.code == "internal_error"
+        assert listener.error is fault.value
         made.text.decoder = Letters  # type: ignore[method-assign]
         engine.auto = True
         await made.say("b")

@@ -205,6 +205,21 @@ async def test_resume_of_an_unknown_response_frees_the_lane() -> None:
             assert (error["error"]["code"], error["stream_id"]) == ("response_not_found", "a")
 
 
+async def test_a_response_that_is_lost_frees_its_lane() -> None:
+    """A response that will have no terminal event ends in an error frame on its lane."""
+    async with fake_hub_server() as running, connect(running.socket_url, JSON) as client:
+        running.hub.hold_after = 1
+        await client.send("response.create", input="abc", stream_id="a")
+        while (await client.receive())["type"] != "response.output_text.delta":
+            pass  # up to where the answer is held
+        (response,) = running.hub.responses.values()
+        response.lose()
+        frame = await client.receive()
+        assert (frame["type"], frame["stream_id"]) == ("error", "a")
+        running.hub.go.set()
+        assert (await client.response(input="d", stream_id="a"))[-1]["type"] == "response.completed"
+
+
 async def test_cancel_answers_with_the_terminal_event_in_every_state() -> None:
     """A cancel of a running, an ended and a foreign-lane response gives its terminal event."""
     async with (

@@ -86,6 +86,21 @@ async def test_a_stream_is_the_events_in_order() -> None:
         assert sse((await call("GET", f"{path}&starting_after=999"))[1]) == []
 
 
+async def test_a_stream_of_a_response_that_is_lost_ends_with_an_error() -> None:
+    """A response that will have no terminal event ends its stream with an `error` event."""
+    async with fake_hub_server() as running, aiohttp.ClientSession() as session:
+        call = Client(running, session)
+        running.hub.hold_after = 1
+        body = {"input": "abc", "stream": True}
+        asking = asyncio.create_task(call("POST", "/v1/responses", json=body))
+        await until(lambda: any(response.log for response in running.hub.responses.values()))
+        (response,) = running.hub.responses.values()
+        response.lose()
+        events = sse((await asking)[1])
+        assert events[-1]["type"] == "error"
+        assert events[-1]["sequence_number"] == len(events) - 1
+
+
 async def test_a_silent_stream_carries_comments() -> None:
     """While nothing happens a stream sends comments, so that nobody on the way gives up."""
     limits = SocketLimits(heartbeat_s=0.04, close_timeout_s=0.5)

@@ -53,6 +53,12 @@ class Response:
         for follower in tuple(self.followers):
             follower.post(self.turn.response_id, events)
 
+    def lose(self) -> None:
+        """The response is gone, without an end."""
+        self.done.set()
+        for follower in self.followers:
+            follower.lost(self.turn.response_id, refusal())
+
     def finish(self, reason: FinishReason) -> None:
         if not self.done.is_set():
             end = TurnEnd(reason=reason, completed_at=1, num_prompt_tokens=3)

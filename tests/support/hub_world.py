@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from hillstar.server.errors import ApiError
 from hillstar.server.events import Event, TextDelta
 from hillstar.server.items import Message
 from hillstar.server.journal import Journal
@@ -37,15 +38,21 @@ class Listener:
 
     def __init__(self) -> None:
         self.events: list[Event | TextDelta] = []
+        self.error: ApiError | None = None
         self._changed = asyncio.Event()
 
     def post(self, response_id: str, events: Sequence[Event | TextDelta]) -> None:
         self.events += events
         self._changed.set()
 
+    def lost(self, response_id: str, error: ApiError) -> None:
+        self.error = error
+        self._changed.set()
+
     @property
     def is_done(self) -> bool:
-        return bool(self.events) and kind(self.events[-1]) in TERMINAL
+        """Whether anything more may come."""
+        return self.error is not None or (bool(self.events) and kind(self.events[-1]) in TERMINAL)
 
     @property
     def text(self) -> str:
