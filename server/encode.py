@@ -77,8 +77,6 @@ def encode(
         if r is not None and protocol.is_hillstar and event.type in _NUMBERED:
             frame["hillstar"] = {"r": r}
         return _frame(frame, protocol, stream_id)
-    if protocol is Protocol.OPENAI:
-        return _to_json(_openai_delta(event, stream_id)).decode()
     if protocol is Protocol.MSGPACK and r is not None and not event.logprobs:
         return _to_msgpack(
             (
@@ -92,6 +90,8 @@ def encode(
                 event.num_tokens,
             )
         )
+    if protocol is Protocol.OPENAI:
+        return _to_json(_openai_delta(event, stream_id)).decode()
     delta = _CoveredDelta(
         event.sequence_number,
         event.item_id,

@@ -150,8 +150,10 @@ class ResponseStream:
         assert skip >= 0, f"output tokens {self._num_tokens} to {first_token} are missing"
         wants_logprobs = logprobs is not None and self._turn.request.wants_logprobs
         events: list[Event | TextDelta] = []
-        for i in range(skip, len(token_ids)):
-            token_id = token_ids[i]
+        if skip:
+            token_ids = token_ids[skip:]
+            logprobs = None if logprobs is None else logprobs[skip:]
+        for i, token_id in enumerate(token_ids):
             text = self._decoder.push(token_id)
             self._num_tokens += 1
             if wants_logprobs:

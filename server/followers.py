@@ -29,26 +29,22 @@ class Sender:
     """Values in, frames of the socket's protocol into its outbox. Never blocks."""
 
     def __init__(self, outbox: Outbox[SocketFrame], protocol: wire.Protocol) -> None:
-        self._outbox = outbox
+        self.outbox = outbox  # deltas go there directly: there is one for every token
         self.protocol = protocol
 
     def send_event(self, follower: "LaneFollower", event: Event | Notice) -> None:
         """Queue anything about a response but a delta."""
         frame = encode(event, self.protocol, stream_id=follower.stream_id, r=follower.number)
-        self._outbox.put(frame, key=follower)
-
-    def send_delta(self, follower: "LaneFollower", delta: TextDelta) -> None:
-        """Queue a delta; it may merge while it waits, and becomes a frame when it is its turn."""
-        self._outbox.put_delta(delta, follower, follower.encode_delta)
+        self.outbox.put(frame, key=follower)
 
     def refuse(self, error: ApiError, stream_id: str | None) -> None:
         """Queue an error frame."""
-        self._outbox.put(encode_error(error, self.protocol, stream_id=stream_id))
+        self.outbox.put(encode_error(error, self.protocol, stream_id=stream_id))
 
     def notify(self, kind: str, body: dict[str, Any]) -> None:
         """Queue a message about the socket itself, where the protocol has such."""
         if self.protocol.is_hillstar:
-            self._outbox.put(encode(Notice(kind, body), self.protocol))
+            self.outbox.put(encode(Notice(kind, body), self.protocol))
 
 
 class Board(Protocol):
@@ -97,13 +93,14 @@ class LaneFollower:
         if self._held is not None:
             self._held.extend(events)
             return
+        sender = self._sender
         for event in events:
             if isinstance(event, TextDelta):
-                self._sender.send_delta(self, event)
+                sender.outbox.put_delta(event, self, self.encode_delta)
             else:
-                self._sender.send_event(self, event)
-        if is_terminal(events[-1]):
-            self.abandon()
+                sender.send_event(self, event)
+                if event.type in TERMINAL_TYPES:
+                    self.abandon()
 
     def lost(self, response_id: str, error: ApiError) -> None:
         """Of `ports.Follower`."""
