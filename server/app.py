@@ -39,11 +39,15 @@ class EngineFailed(RuntimeError):
     """The engine could not start; the message says why."""
 
 
+class JournalFailed(RuntimeError):
+    """Nothing can be stored any more: the server ends, and the next one resumes what ran."""
+
+
 def run_server(engine: EngineConfig, server: ServerConfig, *, on_loading: OnLoading) -> None:
     """Serve until SIGTERM or SIGINT. `on_loading(done, total)` hears of bytes of weights.
 
     Raises ConfigError (the data directory is in use, a key file is malformed), OSError (the
-    address is taken), EngineFailed.
+    address is taken), EngineFailed, JournalFailed.
     """
     uvloop.run(serve(engine, server, on_loading=on_loading))
 
@@ -76,32 +80,44 @@ async def serve(engine: EngineConfig, server: ServerConfig, *, on_loading: OnLoa
     try:
         await hub.start()
         await listener.start()
-        await _until_told(hub, listener, signals, on_loading)
+        await until_told(hub, listener, signals, journal.failed, on_loading)
     finally:
         await listener.close()
         await hub.close()
         signals.close()
 
 
-async def _until_told(
-    hub: Hub, listener: Server, signals: "Signals", on_loading: OnLoading
+async def until_told(
+    hub: Hub,
+    listener: Server,
+    signals: "Signals",
+    journal_failed: asyncio.Event,
+    on_loading: OnLoading,
 ) -> None:
-    """Say when the server is ready; drain at the first signal, return at the second."""
+    """Say when the server is ready; drain at the first signal, return at the second.
+
+    Raises EngineFailed, JournalFailed.
+    """
+    broken = asyncio.create_task(journal_failed.wait())
     ready = asyncio.create_task(wait_ready(hub, on_loading))
     leaving = asyncio.create_task(signals.leave.wait())
-    await asyncio.wait({ready, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({ready, leaving, broken}, return_when=asyncio.FIRST_COMPLETED)
     if ready.done():
         ready.result()
         print(f"hillstar: ready at {listener.url}", flush=True)
-    await leaving
+    await asyncio.wait({leaving, broken}, return_when=asyncio.FIRST_COMPLETED)
     ready.cancel()
+    if broken.done():
+        leaving.cancel()
+        await asyncio.gather(ready, leaving, return_exceptions=True)
+        raise JournalFailed("the journal failed; the log says why")
     logger.info("draining")
     draining = asyncio.create_task(listener.drain())
     now = asyncio.create_task(signals.now.wait())
     await asyncio.wait({draining, now}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (draining, now):
+    for task in (draining, now, broken):
         task.cancel()
-    await asyncio.gather(ready, draining, now, return_exceptions=True)
+    await asyncio.gather(ready, draining, now, broken, return_exceptions=True)
 
 
 async def wait_ready(hub: Hub, on_loading: OnLoading) -> None:

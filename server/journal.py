@@ -17,6 +17,7 @@ changes of state.
 
 import asyncio
 import contextlib
+import logging
 import queue
 import sqlite3
 import threading
@@ -38,7 +39,10 @@ from hillstar.server.schema import (
 )
 from hillstar.server.writer import Barrier, Batch, Claim, Done, Queued, Release, Writer
 
+CHECKPOINT_RETRY_S = 1.0
 MAX_SLICE_S = 0.005  # of the loop's time before other callbacks have theirs
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -70,6 +74,8 @@ class Journal:
         self._thread = threading.Thread(target=self._writer.run, name="journal-write", daemon=True)
         self._answers: deque[tuple[Done, Exception | None]] = deque()  # due, in order
         self._rests = False  # other callbacks have their turn before the rest of the answers
+        self._checkpoint_again: asyncio.TimerHandle | None = None
+        self.failed = asyncio.Event()  # nothing is stored any more: the server has to end
         self.available = True
         self.num_pending = 0  # writes queued and not yet answered
         self.num_commits = 0
@@ -83,6 +89,8 @@ class Journal:
     async def close(self) -> None:
         """Store what is queued (what cannot be stored now is given up) and close the files."""
         self._closed = True
+        if self._checkpoint_again is not None:
+            self._checkpoint_again.cancel()
         self._queue.put(None)
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join)
@@ -168,11 +176,30 @@ class Journal:
             self._on_storage(batch.available)
         self.num_commits += batch.num_commits
         self.num_tokens += batch.num_tokens
-        if batch.checkpoint and not self._closed:
-            self._checkpointer.submit(checkpoint, self._checkpoint_db)
+        if batch.failed:
+            self.failed.set()
+        if batch.checkpoint:
+            self._checkpoint()
         self._answers += batch.outcomes
         if not self._rests:
             self._give_answers()
+
+    def _checkpoint(self) -> None:
+        if self._checkpoint_again is not None:
+            self._checkpoint_again.cancel()
+            self._checkpoint_again = None
+        if not self._closed:
+            work = self._loop.run_in_executor(self._checkpointer, checkpoint, self._checkpoint_db)
+            work.add_done_callback(self._checkpoint_ended)
+
+    def _checkpoint_ended(self, work: asyncio.Future[bool]) -> None:
+        """Erased content must not stay in the log: try until it was emptied."""
+        error = work.exception()
+        if error is None and work.result():
+            return
+        log.warning("the journal's log could not be emptied (%s)", error or "it is being read")
+        if not self._closed and self._checkpoint_again is None:
+            self._checkpoint_again = self._loop.call_later(CHECKPOINT_RETRY_S, self._checkpoint)
 
     def _give_answers(self) -> None:
         """Call what waits for its outcome, resting when that takes long."""

@@ -134,14 +134,16 @@ def open_checkpointer(path: Path) -> sqlite3.Connection:
     return _connect(path)
 
 
-def checkpoint(db: sqlite3.Connection) -> None:
-    """Move the write-ahead log into the main file and empty it.
+def checkpoint(db: sqlite3.Connection) -> bool:
+    """Move the write-ahead log into the main file and empty it. False: readers were in the way.
 
     The first, passive run does the work beside the writer; the second then holds the writer up
     only for what came in meanwhile. Emptying is also what erases deleted content from the log.
+    Raises sqlite3.Error.
     """
     db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-    db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    is_busy, _, _ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    return not is_busy
 
 
 def reserve_space(path: Path) -> bool:

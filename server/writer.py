@@ -71,6 +71,7 @@ class Batch:
     num_commits: int = 0
     num_tokens: int = 0
     checkpoint: bool = False  # the log has grown enough, or holds erased content
+    failed: bool = False  # the writer is broken: nothing is stored any more
 
 
 class Writer:
@@ -94,7 +95,14 @@ class Writer:
         self._available = True
 
     def run(self) -> None:
-        """Write until told to close."""
+        """Write until told to close; a broken writer refuses everything instead."""
+        try:
+            self._write()
+        except Exception:  # the boundary of the thread
+            log.critical("the journal's writer failed; nothing is stored any more", exc_info=True)
+            self._refuse_all()
+
+    def _write(self) -> None:
         self._available = reserve_space(self._reserve)
         last = False
         while not last:
@@ -154,13 +162,15 @@ class Writer:
             self._commit(self._stuck, batch)
         except sqlite3.OperationalError:
             raise
-        except sqlite3.Error:
+        except Exception:  # the boundary of a write; which one is it?
             while self._stuck:
                 try:
                     self._commit(self._stuck[:1], batch)
                 except sqlite3.OperationalError:
                     raise
-                except sqlite3.Error as error:
+                except Exception as error:
+                    if not isinstance(error, sqlite3.Error):
+                        log.exception("a write to the journal failed")
                     batch.outcomes.append((self._stuck[0][1], error))
                 del self._stuck[0]
         self._stuck = []
@@ -205,6 +215,18 @@ class Writer:
         elif write.fence is not None:
             return fences.get(write.fence.conversation_id, 0) <= write.fence.epoch
         return True
+
+    def _refuse_all(self) -> None:
+        """Leave nobody waiting until the journal is closed."""
+        self._available = False
+        refusal = storage_unavailable("The server cannot store responses any more.")
+        queued, last = self._stuck, False
+        while True:
+            outcomes: list[tuple[Done, Exception | None]] = [(done, refusal) for _, done in queued]
+            self._report(Batch(outcomes, self._available, failed=True))
+            if last:
+                return
+            queued, last = self._gather()
 
     def _suspend(self, error: sqlite3.Error) -> None:
         """Storage fails: give the reserved space back and say so (once)."""

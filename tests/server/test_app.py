@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from hillstar.engine.config import ConfigError
-from hillstar.server.app import EngineFailed, Signals, wait_ready
+from hillstar.server.app import EngineFailed, JournalFailed, Signals, until_told, wait_ready
 from hillstar.server.auth import KeyRing
 from hillstar.server.config import ServerConfig
 from hillstar.server.errors import ApiError
@@ -100,6 +100,22 @@ async def test_signals_drain_then_hurry_and_reload_keys(tmp_path: Path) -> None:
         await asyncio.wait_for(signals.now.wait(), 10)
     finally:
         signals.close()
+
+
+async def test_a_journal_that_fails_ends_the_server(tmp_path: Path) -> None:
+    """A server that cannot store anything any more does not stay up."""
+    failed = asyncio.Event()
+    async with fake_hub_server() as running:
+        hub, signals = cast(Hub, running.hub), Signals(KeyRing(None))
+        try:
+            serving = asyncio.create_task(
+                until_told(hub, running.server, signals, failed, lambda done, total: None)
+            )
+            failed.set()
+            with pytest.raises(JournalFailed):
+                await asyncio.wait_for(serving, 20)
+        finally:
+            signals.close()
 
 
 def _knows(keys: KeyRing, headers: dict[str, str]) -> bool:

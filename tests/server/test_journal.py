@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import logging
 import resource
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
@@ -12,7 +13,8 @@ import pytest
 
 from hillstar.engine.config import ConfigError
 from hillstar.engine.messages import pack_ids
-from hillstar.server import reads
+from hillstar.server import journal as journal_module
+from hillstar.server import reads, schema
 from hillstar.server.errors import ApiError
 from hillstar.server.journal import Journal
 from hillstar.server.records import (
@@ -21,12 +23,14 @@ from hillstar.server.records import (
     EraseTurns,
     Fence,
     FinishTurn,
+    OpenConversation,
     OpenTurn,
     PlacePrompt,
     TokenRow,
     TurnRow,
 )
-from hillstar.server.writer import Fenced
+from hillstar.server.writer import Batch, Fenced, Writer
+from support.wait import until
 
 FENCE = Fence("conv_1", 1)
 CONVERSATION = ConversationRow(
@@ -158,6 +162,94 @@ async def test_one_contradictory_write_fails_alone(tmp_path: Path) -> None:
         assert results[0] is None and results[2] is None
         assert isinstance(results[1], sqlite3.IntegrityError)
         assert await journal.read(reads.find_response, "resp_3") is not None
+
+
+class Defective(OpenTurn):
+    """A write that fails in a way nobody foresaw."""
+
+    def apply(self, db: sqlite3.Connection) -> None:
+        super().apply(db)
+        raise KeyError("a defect")
+
+
+async def test_a_defective_write_fails_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An exception that is not SQLite's is its write's answer; the writer goes on."""
+    caplog.set_level(logging.CRITICAL)
+    async with opened(tmp_path) as journal:
+        results = await asyncio.gather(
+            journal.stored(OpenTurn(FENCE, turn(1), CONVERSATION)),
+            journal.stored(Defective(FENCE, turn(2))),
+            journal.stored(OpenTurn(FENCE, turn(3))),
+            return_exceptions=True,
+        )
+        assert results[0] is None and results[2] is None
+        assert isinstance(results[1], KeyError)
+        assert await journal.read(reads.find_response, "resp_2") is None
+        assert not journal.failed.is_set()
+
+
+async def test_a_broken_writer_leaves_nobody_waiting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the writer itself fails, it says so, refuses what comes, and the journal closes."""
+
+    def broken(self: Writer, batch: Batch) -> None:
+        raise KeyError("a defect")
+
+    storage: list[bool] = []
+    async with opened(tmp_path, storage) as journal:
+        monkeypatch.setattr(Writer, "_commit_parts", broken)
+        for key in (1, 2):
+            with pytest.raises(ApiError) as refusal:
+                await asyncio.wait_for(journal.stored(OpenTurn(FENCE, turn(key))), 20)
+            assert refusal.value.code == "storage_unavailable"
+        assert journal.failed.is_set() and storage == [False]
+    assert [record.levelname for record in caplog.records] == ["CRITICAL"]
+
+
+async def test_the_log_is_emptied_again_where_it_could_not_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a checkpoint that fails or is held up, erased content still leaves the log."""
+    caplog.set_level(logging.ERROR)
+    monkeypatch.setattr(journal_module, "CHECKPOINT_RETRY_S", 0.01)
+    outcomes: list[bool | Exception] = [sqlite3.OperationalError("disk I/O error"), False]
+
+    def checkpoint(db: sqlite3.Connection) -> bool:
+        if outcomes:
+            outcome = outcomes.pop(0)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+        return schema.checkpoint(db)
+
+    monkeypatch.setattr(journal_module, "checkpoint", checkpoint)
+    log = tmp_path / "journal.sqlite3-wal"
+    async with opened(tmp_path) as journal:
+        await journal.stored(OpenTurn(FENCE, turn(1, request=b"hush"), CONVERSATION))
+        await journal.stored(EraseTurns(("resp_1",)))
+        await until(lambda: log.stat().st_size == 0)
+        assert outcomes == []
+        assert not holds(tmp_path, b"hush")
+
+
+async def test_a_log_that_is_being_read_is_not_emptied(tmp_path: Path) -> None:
+    """A checkpoint says whether a reader kept it from emptying the log."""
+    db = schema.open_writer(tmp_path / "j", "process")
+    reader, other = schema.open_reader(tmp_path / "j"), schema.open_checkpointer(tmp_path / "j")
+    try:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM responses").fetchall()
+        OpenConversation(CONVERSATION).apply(db)
+        other.execute("PRAGMA busy_timeout = 0")
+        assert not schema.checkpoint(other)
+        reader.execute("COMMIT")
+        assert schema.checkpoint(other)
+    finally:
+        for connection in (reader, other, db):
+            connection.close()
 
 
 async def test_chains_come_oldest_first(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hillstar.cli.progress import progress_bar
 from hillstar.cli.report import CommandError
 from hillstar.cli.settings import resolve
 from hillstar.engine.config import ConfigError, EngineConfig
-from hillstar.server.app import EngineFailed, run_server
+from hillstar.server.app import EngineFailed, JournalFailed, run_server
 from hillstar.server.config import ServerConfig
 from hillstar.server.logs import configure_logging
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
             run_server(engine, server, on_loading=progress)
     except OSError as error:
         raise CommandError(error.strerror or str(error)) from None
-    except EngineFailed as error:
+    except (EngineFailed, JournalFailed) as error:
         raise CommandError(str(error)) from None
     return 0
 
