@@ -59,6 +59,7 @@ class ActorTable:
         """The conversation's actor, activated if need be."""
         actor = self._actors.pop(conversation_id, None)
         if actor is None:
+            self._make_room(for_one=True)
             actor = self._new(conversation_id)
             actor.activate()
         actor.idle_since_s = self._services.loop.time()
@@ -67,9 +68,9 @@ class ActorTable:
 
     def begin(self, row: ConversationRow, *, is_durable: bool) -> Actor:
         """The actor of a new conversation."""
+        self._make_room(for_one=True)
         actor = self._actors[row.id] = self._new(row.id)
         actor.begin(row, is_durable=is_durable)
-        self._make_room()
         return actor
 
     def drop(self, actor: Actor, error: ApiError | None = None) -> None:
@@ -113,6 +114,7 @@ class ActorTable:
         if scope in self._entered:
             self._left.add(scope)
             return
+        self._services.leases.leave(scope)
         for conversation_id in self._touched.pop(scope, ()):
             actor = self._actors.get(conversation_id)
             if actor is not None:
@@ -136,9 +138,9 @@ class ActorTable:
     async def close(self) -> None:
         await self._tasks.close()
 
-    def _make_room(self) -> None:
+    def _make_room(self, *, for_one: bool = False) -> None:
         """Above the cap, drop the idle ones that were asked for longest ago."""
-        excess = len(self._actors) - self._max_active
+        excess = len(self._actors) + for_one - self._max_active
         if excess <= 0:
             return
         for actor in list(self):

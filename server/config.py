@@ -29,7 +29,7 @@ class ServerConfig:
     api_keys: Path | None = None  # lines `TENANT KEY [operator]`; required off loopback
     allow_origins: tuple[str, ...] = ()  # `https://chat.example.org`, or `*`
     durability: Durability = "process"
-    max_connections: int = 10_000  # sockets and requests open at once
+    max_connections: int = 10_000  # sockets, streams and creates that wait for their response
     max_frame_bytes: int = 16 << 20  # one socket frame or one request body
     max_creates_per_minute: int | None = None  # of one tenant; None: as many as it likes
     drain_timeout_s: float = 30.0  # how long running responses may finish after SIGTERM

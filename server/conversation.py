@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from hillstar.server.directory import Directory
 from hillstar.server.history import Historian
 from hillstar.server.journal import Journal
+from hillstar.server.leases import WriterLeases
 from hillstar.server.live import LiveTurn
 from hillstar.server.mail import Mail
 from hillstar.server.ports import Observer
@@ -24,6 +25,7 @@ class Services:
     sequences: SequenceTable
     historian: Historian
     directory: Directory
+    leases: WriterLeases
     observer: Observer
     loop: asyncio.AbstractEventLoop
 

@@ -28,7 +28,10 @@ class SocketLimits:
 
 
 class ConnectionLimit:
-    """Counts what is open; used as a context around each socket or long request."""
+    """Counts what stays open: a context around each socket, stream and waiting create.
+
+    Requests that are answered at once are bounded by their bodies: in size, and in time.
+    """
 
     def __init__(self, maximum: int) -> None:
         self._maximum = maximum

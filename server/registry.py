@@ -25,6 +25,7 @@ from hillstar.server.errors import (
 from hillstar.server.history import Historian, TextLayer, decode_request
 from hillstar.server.items import Message
 from hillstar.server.journal import Journal
+from hillstar.server.leases import WriterLeases
 from hillstar.server.lookup import Lookup
 from hillstar.server.mail import (
     AwaitEnd,
@@ -101,6 +102,7 @@ class Hub:
                 sequences=self._sequences,
                 historian=self._historian,
                 directory=self._directory,
+                leases=WriterLeases(),
                 observer=observer,
                 loop=self._loop,
             ),

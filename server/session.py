@@ -65,7 +65,6 @@ class Session:
         )
         self._turns: dict[str, LiveTurn] = {}  # unfinished, in order
         self._scope: Scope | None = None  # whose the turns in memory are
-        self._writer: Scope | None = None
         self._closing: list[asyncio.Future[None]] = []
         self._is_closing = False
 
@@ -141,7 +140,7 @@ class Session:
         `failed`: this conversation has broken its actor too often; its turns end as failed.
         """
         if old is not None:
-            self._writer, self._scope = old._writer, old._scope
+            self._scope = old._scope
             self._conversation.past = old._conversation.past
             self._is_closing, self._closing = old._is_closing, old._closing
         for row in rows:
@@ -232,7 +231,7 @@ class Session:
             Place(turn.id, self._conversation.row.id, self._conversation.row.tenant)
         )
         if request.conversation is not None:
-            self._take_writer_lease(message.scope)
+            self._services.leases.take(self._conversation.row.id, message.scope)
         if not self._conversation.is_durable:
             self._scope = message.scope
         turn.answer = message.answer
@@ -282,12 +281,6 @@ class Session:
         )
         stream = services.historian.stream(row, request)
         return LiveTurn(row, request, stream, Phase.PREPARING, services.loop.time())
-
-    def _take_writer_lease(self, scope: Scope | None) -> None:
-        """The newest writer wins; the older one is told and stays a reader."""
-        older, self._writer = self._writer, scope
-        if older is not None and older is not scope:
-            older.superseded(self._conversation.row.id)
 
     def _remove(self, turn: LiveTurn) -> None:
         self._services.directory.ended(turn.id, keep=turn.id in self._conversation.past)
@@ -354,8 +347,6 @@ class Session:
                 self._course.cancel(turn)
 
     def _disconnected(self, scope: Scope) -> None:
-        if self._writer is scope:
-            self._writer = None
         if self._scope is scope:
             self._scope = None
         for turn in self.turns:

@@ -9,10 +9,12 @@ import pytest
 
 from hillstar.engine.messages import Park, Release, Unpark, pack_ids, unpack_ids
 from hillstar.server.errors import ApiError, storage_unavailable
+from hillstar.server.leases import WriterLeases
 from hillstar.server.records import EraseTurns, Write
 from hillstar.server.registry import HubLimits
 from support.fake_engine import FakeEngine
 from support.hub_world import ALICE, BOB, Listener, Socket, World, ask, world
+from support.wait import until
 
 
 def last_prompt(made: World) -> str:
@@ -358,6 +360,53 @@ async def test_idle_sessions_make_room_and_come_back(tmp_path: Path) -> None:
             again = await made.say("more", previous_response_id=chat["id"])
             assert again.response["conversation"] == chat["conversation"]
             assert last_prompt(made).startswith(f"<>[{i}]")
+
+
+async def test_whatever_activates_a_session_makes_room_for_it(tmp_path: Path) -> None:
+    """Hints and follows keep to the cap on actors in memory like creates do."""
+    limits = HubLimits(max_active_sessions=2)
+    async with world(tmp_path, limits=limits) as made:
+        chats = [(await made.say(f"{i}")).response for i in range(5)]
+        for chat in chats:
+            await made.hub.hint(ALICE, "typing", previous_response_id=chat["id"])
+            await until(lambda: all(actor.is_idle for actor in made.hub._actors))  # loaded
+            assert made.hub.stats().num_sessions["awake"] <= 2
+
+
+async def test_a_new_conversation_never_makes_room_for_itself(tmp_path: Path) -> None:
+    """Where everything in memory is busy, a create is served above the cap."""
+    limits = HubLimits(max_active_sessions=1)
+    async with world(tmp_path, engine=FakeEngine(auto=False), limits=limits) as made:
+        await made.create(ask("a"))
+        await asyncio.wait_for(made.create(ask("b")), 20)
+
+
+async def test_a_writer_is_told_after_its_session_has_left_memory(tmp_path: Path) -> None:
+    """The lease outlives the actor: an idle conversation's next writer supersedes the last."""
+    older, newer, gone = Socket(), Socket(), Socket()
+    async with world(tmp_path, limits=HubLimits(max_active_sessions=1)) as made:
+        ids = [(await made.hub.create_conversation(ALICE, {}))["id"] for _ in range(2)]
+        await made.say("a", conversation=ids[0], scope=older)
+        await made.say("b", conversation=ids[1], scope=gone)  # the first leaves memory
+        made.hub.disconnected(gone)
+        await made.say("c", conversation=ids[0], scope=newer)
+        assert older.lost == [ids[0]]
+        await made.say("d", conversation=ids[1], scope=newer)
+        assert gone.lost == [] and newer.lost == []
+
+
+def test_leases_are_bounded() -> None:
+    """Beyond the maximum, the lease taken longest ago is forgotten, and its writer not told."""
+    leases, older, newer = WriterLeases(2), Socket(), Socket()
+    for conversation_id in ("a", "b", "a", "c"):
+        leases.take(conversation_id, older)
+    assert len(leases) == 2
+    leases.take("b", newer)
+    leases.take("c", newer)
+    assert older.lost == ["c"]
+    leases.leave(older)
+    leases.leave(newer)
+    assert len(leases) == 0
 
 
 async def test_a_hint_activates_the_conversation(tmp_path: Path) -> None:
