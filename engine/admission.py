@@ -71,17 +71,16 @@ class Promises:
     def __init__(self) -> None:
         self._owner: dict[bytes, Sequence] = {}
 
-    def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._owner
+    def __contains__(self, identity: bytes) -> bool:
+        return identity in self._owner
 
     def make(self, sequence: Sequence, first: int, end: int) -> None:
         """The sequence will compute its full blocks `first` to `end` (exclusive)."""
-        for index in range(first, end):
-            self._owner.setdefault(sequence.chain.of(index), sequence)
+        for identity in sequence.chain.between(first, end):
+            self._owner.setdefault(identity, sequence)
 
     def end(self, sequence: Sequence, first: int, end: int) -> None:
         """Those blocks are there now, or will not be computed."""
-        for index in range(first, end):
-            block_hash = sequence.chain.of(index)
-            if self._owner.get(block_hash) is sequence:
-                del self._owner[block_hash]
+        for identity in sequence.chain.between(first, end):
+            if self._owner.get(identity) is sequence:
+                del self._owner[identity]

@@ -18,7 +18,7 @@ class BatchBuilder:
         for init in plan.inits:
             self._num_blocks[init.row] = 0
         for entry in plan.rows:
-            if entry.new_blocks:
+            if len(entry.new_blocks):
                 used = int(self._num_blocks[entry.row])
                 end = used + len(entry.new_blocks)
                 self._tables[entry.row, used:end] = entry.new_blocks

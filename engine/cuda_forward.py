@@ -128,7 +128,7 @@ class BlockTables:
         """Append the plan's new blocks, in order of the stream."""
         for init in batch.plan.inits:
             self._num_blocks[init.row] = 0
-        added = [entry for entry in batch.plan.rows if entry.new_blocks]
+        added = [entry for entry in batch.plan.rows if len(entry.new_blocks)]
         if not added:
             return
         rows = np.repeat([e.row for e in added], [len(e.new_blocks) for e in added])

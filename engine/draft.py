@@ -45,7 +45,7 @@ def _row(sequence: Sequence, num_tokens: int, step: int) -> PlanRow:
         start=start,
         num_tokens=num_tokens,
         token_ids=None if sequence.num_pending else sequence.tokens.slice(start, end),
-        new_blocks=tuple(sequence.table.blocks[sequence.num_sent_blocks :]),
+        new_blocks=sequence.table.blocks[sequence.num_sent_blocks :],
         sample=is_complete and sequence.max_output_tokens > 0,
     )
     sequence.num_sent_blocks = len(sequence.table.blocks)

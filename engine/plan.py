@@ -34,7 +34,7 @@ class PlanRow:
     start: int  # tokens of this sequence whose KV is there before the step
     num_tokens: int  # >= 1
     token_ids: np.ndarray | None  # int32 [num_tokens]; None: the row's last sampled token (1)
-    new_blocks: tuple[int, ...]  # appended to the row's block table before the step
+    new_blocks: np.ndarray  # int32 [n], appended to the row's block table before the step
     sample: bool  # sample from the last token's logits (its position: start + num_tokens)
 
 

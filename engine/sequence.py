@@ -3,8 +3,10 @@
 Plain state: the scheduler owns every sequence and is the only one to change it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+
+import numpy as np
 
 from hillstar.engine.messages import SamplingParams, Usage
 from hillstar.engine.tokens import HashChain, TokenBuffer
@@ -17,16 +19,27 @@ class State(Enum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class BlockTable:
     """Which block holds which tokens: token t lies in `blocks[t // block_size]`.
 
+    blocks: int32 `[n]`, all different; replaced when it changes, never written in place, so that
+    plans may name parts of it.
     num_tokens: tokens whose KV is there by every plan that has resolved. The last blocks may be
     ahead of it: they were allocated for plans in flight.
     """
 
-    blocks: list[int]
-    num_tokens: int
+    blocks: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    num_tokens: int = 0
+
+    def extend(self, blocks: np.ndarray) -> None:
+        self.blocks = np.concatenate([self.blocks, blocks])
+
+    def cut(self, num_blocks: int) -> np.ndarray:
+        """Take away all but the first `num_blocks` blocks; returns them, the last one first."""
+        rest = self.blocks[num_blocks:][::-1]
+        self.blocks = self.blocks[:num_blocks]
+        return rest
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

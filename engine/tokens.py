@@ -48,23 +48,53 @@ def root_hash(kv_space: bytes, salt: bytes) -> bytes:
     return digest.digest()
 
 
+def block_hash(parent: bytes, ids: bytes) -> bytes:
+    """The identity of the full block that holds these token ids (int32) behind `parent`."""
+    return blake2b(parent + ids, digest_size=HASH_BYTES).digest()
+
+
 class HashChain:
-    """The identities of a sequence's full blocks, each computed once, when first asked for."""
+    """The identities of a sequence's full blocks: each is computed once, when first asked for,
+    unless it was known before (`adopt`).
+
+    num_hashed: how many were computed.
+    """
 
     def __init__(self, root: bytes, tokens: TokenBuffer, block_size: int) -> None:
         self._tokens = tokens
         self._block_size = block_size
         self._hashes = [root]
+        self.num_hashed = 0
+
+    @property
+    def root(self) -> bytes:
+        return self._hashes[0]
 
     def before(self, index: int) -> bytes:
         """The identity of what precedes block `index`: of block `index - 1`, or the root."""
-        while len(self._hashes) <= index:
-            start = (len(self._hashes) - 1) * self._block_size
-            digest = blake2b(self._hashes[-1], digest_size=HASH_BYTES)
-            digest.update(self._tokens.slice(start, start + self._block_size).tobytes())
-            self._hashes.append(digest.digest())
+        if len(self._hashes) <= index:
+            self._compute(index)
         return self._hashes[index]
 
     def of(self, index: int) -> bytes:
         """The identity of full block `index`, all of whose tokens are known."""
         return self.before(index + 1)
+
+    def between(self, first: int, end: int) -> list[bytes]:
+        """The identities of full blocks `first` to `end` (exclusive)."""
+        if first < end:
+            self.before(end)
+        return self._hashes[first + 1 : end + 1]
+
+    def adopt(self, hashes: list[bytes]) -> None:
+        """These are the identities of the first blocks: blocks with the same tokens have them."""
+        self._hashes += hashes[len(self._hashes) - 1 :]
+
+    def _compute(self, num_blocks: int) -> None:
+        first = len(self._hashes) - 1
+        ids = self._tokens.slice(first * self._block_size, num_blocks * self._block_size).tobytes()
+        last, step = self._hashes[-1], self._block_size * 4
+        for at in range(0, len(ids), step):
+            last = block_hash(last, ids[at : at + step])
+            self._hashes.append(last)
+        self.num_hashed += num_blocks - first

@@ -3,21 +3,26 @@
 The scheduler calls it; it alone touches the pool and the prefix index.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain as chained
 
-from hillstar.engine.kv.block import CACHED, BlockPool
+import numpy as np
+
+from hillstar.engine.kv.block import BlockPool
 from hillstar.engine.kv.prefix import PrefixIndex
 from hillstar.engine.sequence import BlockTable
 from hillstar.engine.tokens import HashChain, TokenBuffer
 
+_NO_BLOCKS = np.empty(0, dtype=np.int32)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Match:
     """What is cached of a sequence's tokens: shared full blocks, then part of one more block."""
 
-    blocks: tuple[int, ...]
+    blocks: np.ndarray  # int32 [n]
     source: int | None = None  # its first `num_source_tokens` tokens go on after `blocks`
     num_source_tokens: int = 0
 
@@ -68,26 +73,30 @@ class BlockManager:
     ) -> Match:
         """The longest cached prefix of the first `limit` tokens. Changes nothing.
 
-        Among equally good partial blocks the lease's own is taken.
+        Blocks that the lease knows are compared with the tokens, all at once; only beyond them
+        are identities computed. Among equally good partial blocks the lease's own is taken.
         """
-        blocks: list[int] = []
-        for index in range(limit // self.block_size):
+        num_full = limit // self.block_size
+        lease = self._lease(lease_id)
+        known = self._adopt(chain, tokens, lease, num_full) if lease else _NO_BLOCKS
+        found: list[int] = []
+        for index in range(len(known), num_full):
             block = self._index.find(chain.of(index))
             if block is None:
                 break
-            blocks.append(block)
+            found.append(block)
+        blocks = np.concatenate([known, np.array(found, dtype=np.int32)])
         start = len(blocks) * self.block_size
-        lease = self._lease(lease_id)
-        found = self._index.find_longest(
+        partial = self._index.find_longest(
             chain.before(len(blocks)),
             tokens.slice(start, min(limit, start + self.block_size)),
-            prefer=lease.blocks[-1] if lease else None,
+            prefer=int(lease.blocks[-1]) if lease else None,
         )
-        return Match(tuple(blocks), *found) if found else Match(tuple(blocks))
+        return Match(blocks, *partial) if partial else Match(blocks)
 
     def num_bound(self, match: Match) -> int:
         """How many of the match's shared blocks running sequences hold anyway."""
-        return sum(self.pool.is_bound(block) for block in match.blocks)
+        return int(np.count_nonzero(self.pool.is_bound(match.blocks)))
 
     # -- a running sequence's table -------------------------------------------------------------
 
@@ -98,25 +107,24 @@ class BlockManager:
         is continued in when nobody else holds it, and copied otherwise (`take_copies`). If there
         is no block for the copy, those few tokens are simply computed again.
         """
-        for block in match.blocks:
-            self.pool.bind(block)
+        self.pool.bind(match.blocks)
         start = len(match.blocks) * self.block_size
-        table = BlockTable(list(match.blocks), start)
+        table = BlockTable(match.blocks, start)
         num_cached = start
         if match.source is not None:
-            self.pool.bind(match.source)
+            source = _one(match.source)
+            self.pool.bind(source)
             if self._is_free_to_continue(match.source, match.num_source_tokens, lease_id):
-                table.blocks.append(match.source)
+                table.extend(source)
                 table.num_tokens += match.num_source_tokens
                 num_cached = table.num_tokens
+            elif self.pool.num_available:
+                copy = self._allocate(1)
+                self._copies.append((match.source, int(copy[0])))
+                table.extend(copy)
+                num_cached += match.num_source_tokens
             else:
-                copy = self._allocate()
-                if copy is None:
-                    self._unbind(match.source)
-                else:
-                    self._copies.append((match.source, copy))
-                    table.blocks.append(copy)
-                    num_cached += match.num_source_tokens
+                self._unbind(source)
         if lease_id is not None:
             self.release(lease_id)
         return table, num_cached
@@ -125,8 +133,8 @@ class BlockManager:
         """The (source, destination) copies of the plan being made; its sources are let go."""
         copies = tuple(self._copies)
         self._copies.clear()
-        for source, _ in copies:
-            self._unbind(source)
+        for source, _ in copies:  # one by one: two copies may have the same source
+            self._unbind(_one(source))
         return copies
 
     def room(self, table: BlockTable) -> int:
@@ -139,10 +147,8 @@ class BlockManager:
         missing = self.num_blocks_for(num_tokens) - len(table.blocks)
         if missing > self.pool.num_available:
             return False
-        for _ in range(missing):
-            block = self._allocate()
-            assert block is not None, "available blocks can be allocated"
-            table.blocks.append(block)
+        if missing > 0:
+            table.extend(self._allocate(missing))
         return True
 
     def commit(
@@ -152,7 +158,7 @@ class BlockManager:
         while table.num_tokens < num_tokens:
             index = table.num_tokens // self.block_size
             end = min(num_tokens, (index + 1) * self.block_size)
-            block = table.blocks[index]
+            block = int(table.blocks[index])
             known = tokens.slice(table.num_tokens, end)
             self._index.append(block, chain.before(index), known)
             table.num_tokens = end
@@ -162,16 +168,14 @@ class BlockManager:
     def trim(self, table: BlockTable, num_tokens: int) -> None:
         """Forget the table's tokens from `num_tokens` on, and blocks that hold nothing else."""
         table.num_tokens = min(table.num_tokens, num_tokens)
-        while len(table.blocks) > self.num_blocks_for(table.num_tokens):
-            self._unbind(table.blocks.pop(), erase=True)
+        self._unbind(table.cut(self.num_blocks_for(table.num_tokens)), erase=True)
 
     def close(self, table: BlockTable, *, erase: bool = False) -> None:
         """Let all blocks go, the last one first: it is the first to be evicted.
 
         With `erase`, what nobody else holds can no longer be found.
         """
-        while table.blocks:
-            self._unbind(table.blocks.pop(), erase=erase)
+        self._unbind(table.cut(0), erase=erase)
         table.num_tokens = 0
 
     # -- leases ---------------------------------------------------------------------------------
@@ -179,12 +183,10 @@ class BlockManager:
     def keep(self, table: BlockTable, lease_id: str, *, parked: bool = False) -> None:
         """Turn a running sequence's table into an idle lease, the most recently used one."""
         self.trim(table, table.num_tokens)
-        for block in table.blocks:
-            self.pool.hold(block)
-        for block in table.blocks:
-            self._unbind(block)
+        self.pool.hold(table.blocks)
+        self._unbind(table.blocks)
         self.release(lease_id)
-        if table.blocks:
+        if len(table.blocks):
             (self._parked if parked else self._idle)[lease_id] = table
 
     def rename(self, lease_id: str, new_lease_id: str) -> None:
@@ -202,37 +204,36 @@ class BlockManager:
     def release(self, lease_id: str, *, erase: bool = False) -> None:
         """End an idle lease, if there is one of this name."""
         table = self._idle.pop(lease_id, None) or self._parked.pop(lease_id, None)
-        while table is not None and table.blocks:
-            self._drop(table.blocks.pop(), erase=erase)
+        if table is not None:
+            self._drop(table.cut(0), erase=erase)
 
     def erase(self, match: Match) -> None:
         """What was matched and nobody holds can no longer be found."""
-        blocks = match.blocks if match.source is None else (*match.blocks, match.source)
-        for block in blocks:
-            if self.pool.state(block) == CACHED:
-                self._index.clear(block)
-                self.pool.forget(block)
+        blocks = match.blocks
+        if match.source is not None:
+            blocks = np.concatenate([blocks, _one(match.source)])
+        cached = blocks[self.pool.num_refs(blocks) == 0]
+        self._index.clear(cached)
+        self.pool.forget(cached)
 
     # -- checking -------------------------------------------------------------------------------
 
     def check(self, tables: Iterable[BlockTable]) -> None:
         """Assert every invariant; `tables` are those of all running sequences."""
-        bound: dict[int, int] = {}
-        idle: dict[int, int] = {}
-        pinned = BlockTable([source for source, _ in self._copies], 0)
-        for table in [*tables, pinned]:
-            for block in table.blocks:
-                bound[block] = bound.get(block, 0) + 1
-        for table in [*self._idle.values(), *self._parked.values()]:
-            assert table.blocks, "an empty lease"
-            for block in table.blocks:
-                idle[block] = idle.get(block, 0) + 1
-        self.pool.check(bound, idle)
+        pinned = [_one(source) for source, _ in self._copies]
+        tables = list(tables)
+        leases = [*self._idle.values(), *self._parked.values()]
+        bound = Counter(chained.from_iterable(t.blocks.tolist() for t in tables))
+        bound.update(chained.from_iterable(source.tolist() for source in pinned))
+        idle = Counter(chained.from_iterable(lease.blocks.tolist() for lease in leases))
+        findable = set(np.flatnonzero(self._index.is_findable).tolist())
+        self.pool.check(bound, idle, findable - bound.keys() - idle.keys())
         self._index.check()
-        for block in range(self.pool.num_blocks):
-            if self.pool.num_refs(block) == 0:
-                is_cached = self.pool.state(block) == CACHED
-                assert (block in self._index) == is_cached, f"block {block} is cached unseen"
+        assert all(len(lease.blocks) for lease in leases), "an empty lease"
+        for table in [*tables, *leases]:
+            num_full = table.num_tokens // self.block_size
+            assert (self._index.fill[table.blocks[:num_full]] == self.block_size).all()
+            self._index.check_table(table.blocks)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -241,59 +242,73 @@ class BlockManager:
             return None
         return self._idle.get(lease_id) or self._parked.get(lease_id)
 
+    def _adopt(
+        self, chain: HashChain, tokens: TokenBuffer, lease: BlockTable, num_full: int
+    ) -> np.ndarray:
+        """The lease's own blocks, as far as they hold the first `num_full` blocks of the tokens.
+
+        The chain learns their identities: each of them can be found, so it is the one block with
+        its identity, the same that `find` would have given.
+        """
+        blocks = lease.blocks[: min(num_full, lease.num_tokens // self.block_size)]
+        known = tokens.slice(0, len(blocks) * self.block_size)
+        hashes = self._index.known_hashes(chain.root, blocks, known)
+        chain.adopt(hashes)
+        return blocks[: len(hashes)]
+
     def _is_free_to_continue(self, block: int, num_tokens: int, lease_id: str | None) -> bool:
         """Whether a sequence that has just bound the block may write behind its tokens."""
         lease = self._lease(lease_id)
         num_own_refs = 2 if lease and lease.blocks[-1] == block else 1
         fill = self._index.fill[block]
         return bool(
-            num_tokens == fill < self.block_size and self.pool.num_refs(block) == num_own_refs
+            num_tokens == fill < self.block_size
+            and self.pool.num_refs(_one(block))[0] == num_own_refs
         )
 
-    def _allocate(self) -> int | None:
-        """A block for new content: free, else cached, else an idle lease's; None if all bound."""
-        while True:
-            block = self.pool.allocate()
-            if block is not None:
-                self._index.clear(block)
-                return block
-            victim = self.pool.oldest_cached()
-            if victim is not None:
-                self.pool.forget(victim)  # and allocate it in the next round
-            elif not self._shrink_a_lease():
-                return None
+    def _allocate(self, num_blocks: int) -> np.ndarray:
+        """Available blocks for new content: free, else cached, else idle leases'."""
+        while (missing := num_blocks - self.pool.num_free - self.pool.num_cached) > 0:
+            self._shrink_a_lease(missing)
+        if num_blocks > self.pool.num_free:
+            self.pool.forget(self.pool.oldest_cached(num_blocks - self.pool.num_free))
+        blocks = self.pool.allocate(num_blocks)
+        self._index.clear(blocks)
+        return blocks
 
-    def _shrink_a_lease(self) -> bool:
-        """Take the last block from the lease that was used longest ago."""
+    def _shrink_a_lease(self, num_blocks: int) -> None:
+        """Take up to so many blocks from the end of the lease that was used longest ago."""
         leases = self._idle or self._parked
-        if not leases:
-            return False
+        assert leases, "no lease has any of the available blocks"
         lease_id, table = next(iter(leases.items()))
-        self._drop(table.blocks.pop())
+        self._drop(table.cut(max(0, len(table.blocks) - num_blocks)))
         table.num_tokens = min(table.num_tokens, len(table.blocks) * self.block_size)
-        if not table.blocks:
+        if not len(table.blocks):
             del leases[lease_id]
-        return True
 
-    def _seal(self, block: int, block_hash: bytes) -> None:
+    def _seal(self, block: int, identity: bytes) -> None:
         """The block is full. If another has the same identity, the one in use stays."""
-        other = self._index.find(block_hash)
+        other = self._index.find(identity)
         if other is not None:
-            if self.pool.state(other) != CACHED:
-                self._index.hide(block)
+            if self.pool.num_refs(_one(other))[0]:
+                self._index.hide(_one(block))
                 return
-            self._index.clear(other)
-            self.pool.forget(other)
-        self._index.seal(block, block_hash)
+            self._index.clear(_one(other))
+            self.pool.forget(_one(other))
+        self._index.seal(block, identity)
 
-    def _unbind(self, block: int, *, erase: bool = False) -> None:
-        self._hide_last(block, erase)
-        self.pool.unbind(block, keep=block in self._index)
+    def _unbind(self, blocks: np.ndarray, *, erase: bool = False) -> None:
+        self._hide_last(blocks, erase)
+        self.pool.unbind(blocks, self._index.is_findable[blocks])
 
-    def _drop(self, block: int, *, erase: bool = False) -> None:
-        self._hide_last(block, erase)
-        self.pool.drop(block, keep=block in self._index)
+    def _drop(self, blocks: np.ndarray, *, erase: bool = False) -> None:
+        self._hide_last(blocks, erase)
+        self.pool.drop(blocks, self._index.is_findable[blocks])
 
-    def _hide_last(self, block: int, erase: bool) -> None:
-        if erase and self.pool.num_refs(block) == 1:
-            self._index.hide(block)
+    def _hide_last(self, blocks: np.ndarray, erase: bool) -> None:
+        if erase:
+            self._index.hide(blocks[self.pool.num_refs(blocks) == 1])
+
+
+def _one(block: int) -> np.ndarray:
+    return np.array([block], dtype=np.int32)

@@ -1,5 +1,7 @@
 """The arrays of a batch say what its plan says."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,16 +17,16 @@ def _init(row: int) -> RowInit:
     return RowInit(row, SamplingParams(max_tokens=1), 1, np.zeros(1, np.int32))
 
 
-def _row(row: int, start: int, num_tokens: int, new_blocks: tuple[int, ...]) -> PlanRow:
-    return PlanRow(row, start, num_tokens, np.arange(num_tokens), new_blocks, True)
+def _row(row: int, start: int, num_tokens: int, new_blocks: Sequence[int]) -> PlanRow:
+    return PlanRow(row, start, num_tokens, np.arange(num_tokens), np.array(new_blocks, int), True)
 
 
 def test_a_mixed_step_is_laid_out_in_order_of_its_rows() -> None:
     """A chunk of a prompt, then a decode from a token that is still on the device."""
     builder = BatchBuilder(max_num_seqs=4, max_blocks=8, block_size=SIZE)
     builder.build(Plan(0, (_row(2, 0, 4, (5,)),), inits=(_init(2),)))
-    chunk = PlanRow(0, 0, 6, np.array([9, 8, 7, 6, 5, 4]), (3, 1), False)
-    decode = PlanRow(2, 4, 1, None, (7,), True)
+    chunk = PlanRow(0, 0, 6, np.array([9, 8, 7, 6, 5, 4]), np.array([3, 1]), False)
+    decode = PlanRow(2, 4, 1, None, np.array([7]), True)
     batch = builder.build(Plan(1, (chunk, decode), inits=(_init(0),)))
     assert batch.token_ids.tolist() == [9, 8, 7, 6, 5, 4, -1]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5, 4]

@@ -82,7 +82,7 @@ class FakeRunner:
         token_ids = batch.token_ids.astype(np.int64)
         for index, entry in enumerate(plan.rows):
             row = self._rows[entry.row]
-            row.blocks += entry.new_blocks
+            row.blocks += entry.new_blocks.tolist()
             first, end = batch.cu_seqlens_q[index], batch.cu_seqlens_q[index + 1]
             fed = token_ids[first:end]
             fed[fed == -1] = row.last_token

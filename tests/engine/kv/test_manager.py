@@ -20,12 +20,17 @@ class _Owner:
         self.blocks = blocks
         self.tokens = TokenBuffer(np.array(tokens, dtype=np.int32))
         self.chain = HashChain(root_hash(b"", salt), self.tokens, SIZE)
-        self.table = BlockTable([], 0)
+        self.table = BlockTable()
         self.num_cached = 0
 
     @property
     def ids(self) -> list[int]:
         return [int(token) for token in self.tokens.slice(0, len(self.tokens))]
+
+    @property
+    def held(self) -> list[int]:
+        blocks: list[int] = self.table.blocks.tolist()
+        return blocks
 
     def num_matching(self, lease_id: str | None = None) -> int:
         match = self.blocks.match(self.chain, self.tokens, len(self.tokens) - 1, lease_id)
@@ -63,7 +68,7 @@ def test_full_blocks_are_shared_and_the_rest_is_copied() -> None:
     copies = fork.open()
     assert fork.num_cached == 6
     assert fork.table.blocks[0] == first.table.blocks[0]
-    assert copies == ((first.table.blocks[1], fork.table.blocks[1]),)
+    assert copies == ((first.held[1], fork.held[1]),)
     assert fork.fill()
     blocks.check([first.table, fork.table])
 
@@ -73,7 +78,7 @@ def test_a_full_block_can_be_the_source_of_a_copy() -> None:
     blocks = BlockManager(8, SIZE)
     first = _run(blocks, [1, 2, 3, 4, 5])
     fork = _Owner(blocks, [1, 2, 9])
-    assert fork.open() == ((first.table.blocks[0], fork.table.blocks[0]),)
+    assert fork.open() == ((first.held[0], fork.held[0]),)
     assert fork.num_cached == 2
 
 
@@ -91,13 +96,57 @@ def test_a_lease_goes_on_in_its_own_partial_block() -> None:
     """The next turn of a session continues where it was, without a copy."""
     blocks = BlockManager(8, SIZE)
     turn = _run(blocks, [1, 2, 3, 4, 5, 6])
-    held = list(turn.table.blocks)
+    held = turn.held
     blocks.keep(turn.table, "chat")
     following = _Owner(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     assert following.open("chat") == ()
     assert following.num_cached == 6
-    assert following.table.blocks == held
+    assert following.held == held
     blocks.check([following.table])
+
+
+def test_a_next_turn_hashes_only_what_its_lease_does_not_know() -> None:
+    """Blocks of the lease are known by their tokens: only identities of new blocks are computed."""
+    blocks = BlockManager(40, SIZE)
+    context = [index % 7 + 1 for index in range(100)]
+    turn = _run(blocks, context)
+    assert turn.chain.num_hashed == 25
+    blocks.keep(turn.table, "chat")
+    following = _Owner(blocks, [*context, 1, 2, 3, 4, 5, 6])
+    following.open("chat")
+    assert (following.num_cached, following.chain.num_hashed) == (100, 1)  # the first new block
+    assert following.fill()
+    assert following.chain.num_hashed == 1
+    following.say(7, 8)
+    assert following.chain.num_hashed == 2
+    same = _Owner(blocks, following.ids)
+    assert following.chain.between(0, 27) == same.chain.between(0, 27)
+    blocks.check([following.table])
+
+
+def test_a_lease_says_nothing_about_what_follows_a_difference() -> None:
+    """A prompt that leaves its lease's tokens is found by identity from there on, as any other."""
+    blocks = BlockManager(40, SIZE)
+    context = [index % 7 + 1 for index in range(40)]
+    turn = _run(blocks, context)
+    other = _run(blocks, [*context[:17], 9, *context[18:]])
+    blocks.keep(turn.table, "chat")
+    edited = _Owner(blocks, [*other.ids, 1])
+    edited.open("chat")
+    assert edited.held[:10] == other.held
+    assert (edited.num_cached, edited.chain.num_hashed) == (40, 10 - 4)
+    blocks.check([other.table, edited.table])
+
+
+def test_a_lease_of_another_salt_is_not_taken_up() -> None:
+    """Equal tokens of a lease that another tenant's chain leads to are computed again."""
+    blocks = BlockManager(40, SIZE)
+    turn = _run(blocks, [1, 2, 3, 4, 5, 6, 7, 8], salt=b"a")
+    blocks.keep(turn.table, "chat")
+    other = _Owner(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 9], salt=b"b")
+    other.open("chat")
+    assert other.num_cached == 0
+    blocks.check([other.table])
 
 
 def test_a_lease_keeps_no_block_that_was_only_allocated_ahead() -> None:
@@ -113,10 +162,10 @@ def test_a_partial_block_that_a_lease_holds_is_copied_for_others() -> None:
     """Somebody else's next turn never writes into the lease's block."""
     blocks = BlockManager(8, SIZE)
     turn = _run(blocks, [1, 2, 3, 4, 5, 6])
-    last = turn.table.blocks[-1]
+    last = turn.held[-1]
     blocks.keep(turn.table, "chat")
     other = _Owner(blocks, [1, 2, 3, 4, 5, 6, 7])
-    assert other.open("another") == ((last, other.table.blocks[-1]),)
+    assert other.open("another") == ((last, other.held[-1]),)
     blocks.check([other.table])
 
 
@@ -124,15 +173,15 @@ def test_a_source_stays_until_the_copy_is_planned() -> None:
     """The only other block is the source: it is not given out in the plan that copies it."""
     blocks = BlockManager(2, SIZE)
     first = _run(blocks, [1, 2, 3, 4])
-    source = first.table.blocks[0]
+    source = first.held[0]
     blocks.close(first.table)
     fork = _Owner(blocks, [1, 2, 9, 9, 9])
     match = blocks.match(fork.chain, fork.tokens, 4, None)
     fork.table, _ = blocks.open(match, None)
     assert not blocks.grow(fork.table, 5)
-    assert blocks.take_copies() == ((source, fork.table.blocks[0]),)
+    assert blocks.take_copies() == ((source, fork.held[0]),)
     assert blocks.grow(fork.table, 5)
-    assert fork.table.blocks[1] == source
+    assert fork.held[1] == source
 
 
 def test_without_a_block_for_the_copy_the_tokens_are_computed_again() -> None:
@@ -233,7 +282,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.content[destination] = list(self.content[source])
         prefix = tokens[: owner.num_cached]
         assert not prefix or tuple(prefix) in self.computed
-        stored = [token for block in owner.table.blocks for token in self.content[block]]
+        stored = [token for block in owner.held for token in self.content[block]]
         assert stored[: len(prefix)] == prefix
         if self.blocks.grow(owner.table, len(tokens)):
             self._write(owner, owner.num_cached)
@@ -271,7 +320,7 @@ class ManagerMachine(RuleBasedStateMachine):
         """What a step does: write KV from `start` on, then commit."""
         all_ids = owner.ids
         for position in range(start, len(all_ids)):
-            block, offset = owner.table.blocks[position // SIZE], position % SIZE
+            block, offset = owner.held[position // SIZE], position % SIZE
             content = self.content.setdefault(block, [])
             del content[offset:]
             content.append(all_ids[position])
@@ -284,7 +333,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         self.blocks.check(owner.table for owner in self.owners)
         for owner in self.owners:  # nobody has written over what another one reads
-            stored = [t for block in owner.table.blocks for t in self.content[block]]
+            stored = [t for block in owner.held for t in self.content[block]]
             assert stored[: len(owner.tokens)] == owner.ids
 
 

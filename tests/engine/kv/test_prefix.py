@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hillstar.engine.kv.prefix import PrefixIndex
+from hillstar.engine.tokens import block_hash
 
 SIZE = 4
 A, B = b"parent-a", b"parent-b"
@@ -31,10 +32,16 @@ class TestFindLongest:
         index = PrefixIndex(8, SIZE)
         for block, (parent, ids) in enumerate(contents):
             index.append(block, parent, _tokens(*ids))
+            if len(ids) == SIZE:
+                identity = _identity(parent, *ids)
+                if index.find(identity) is None:
+                    index.seal(block, identity)
+                else:
+                    index.hide(np.array([block]))
         common = {
             block: _common(ids, wanted)
             for block, (parent, ids) in enumerate(contents)
-            if parent == A
+            if parent == A and index.is_findable[block]
         }
         best = max(common.values(), default=0)
         found = index.find_longest(A, _tokens(*wanted), preferred)
@@ -53,12 +60,12 @@ class TestFindLongest:
         index = PrefixIndex(2, SIZE)
         index.append(0, A, _tokens(1, 2, 3, 4))
         index.seal(0, b"hash")
-        assert index.find(b"hash") == 0 and 0 in index
-        index.hide(0)
-        assert index.find(b"hash") is None and 0 not in index
+        assert index.find(b"hash") == 0 and index.is_findable[0]
+        index.hide(np.array([0]))
+        assert index.find(b"hash") is None and not index.is_findable[0]
         assert index.find_longest(A, _tokens(1, 2), None) is None
         assert index.fill[0] == SIZE
-        index.clear(0)
+        index.clear(np.array([0]))
         assert index.fill[0] == 0
         index.check()
 
@@ -69,6 +76,28 @@ class TestFindLongest:
         assert index.find_longest(A, _tokens(7, 8, 9), None) == (0, 1)
         index.append(0, A, _tokens(8, 5))
         assert index.find_longest(A, _tokens(7, 8, 9), None) == (0, 2)
+
+
+class TestKnownHashes:
+    def test_end_where_the_tokens_differ_or_a_block_cannot_be_found(self) -> None:
+        """The identities of a table's first blocks, as far as they are those of the tokens."""
+        index = PrefixIndex(4, SIZE)
+        identities = [A]
+        for block in (2, 0, 3):
+            ids = (block, 1, 1, 1)
+            index.append(block, identities[-1], _tokens(*ids))
+            identities.append(_identity(identities[-1], *ids))
+            index.seal(block, identities[-1])
+        blocks, tokens = np.array([2, 0, 3]), _tokens(2, 1, 1, 1, 0, 1, 1, 1, 3, 1, 1, 1)
+        assert index.known_hashes(A, blocks, tokens) == identities[1:]
+        assert index.known_hashes(B, blocks, tokens) == []
+        assert index.known_hashes(A, blocks[:0], tokens[:0]) == []
+        tokens[7] = 2
+        assert index.known_hashes(A, blocks, tokens) == identities[1:2]
+        tokens[7] = 1
+        index.hide(np.array([0]))
+        assert index.known_hashes(A, blocks, tokens) == identities[1:2]
+        index.check()
 
 
 def test_an_identity_belongs_to_one_block() -> None:
@@ -87,6 +116,10 @@ def test_only_full_blocks_have_an_identity() -> None:
     index.append(0, A, _tokens(1, 2))
     with pytest.raises(AssertionError):
         index.seal(0, b"hash")
+
+
+def _identity(parent: bytes, *ids: int) -> bytes:
+    return block_hash(parent, _tokens(*ids).tobytes())
 
 
 def _common(left: list[int], right: list[int]) -> int:
