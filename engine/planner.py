@@ -66,29 +66,32 @@ class Planner:
 
     def _continue_running(self, draft: Draft) -> None:
         """Decodes, then prefills in chunks; by rank among both."""
-        wanting = [sequence for sequence in self._roster.running if sequence.num_wanted]
-        wanting.sort(key=lambda sequence: sequence.num_wanted > 1)
-        for index, sequence in enumerate(wanting):
-            if sequence.state is State.RUNNING and self._make_room(sequence, draft):
+        wanting = [(sequence, sequence.num_wanted) for sequence in self._roster.running]
+        wanting = [entry for entry in wanting if entry[1]]
+        wanting.sort(key=lambda entry: entry[1] > 1)
+        for index, (sequence, num_wanted) in enumerate(wanting):
+            if sequence.state is State.RUNNING and (room := self._make_room(sequence, draft)):
                 num_behind = len(wanting) - index - 1  # one token is left for each of them
-                self._feed(sequence, draft, draft.budget - num_behind)
+                self._feed(sequence, draft, min(num_wanted, room, draft.budget - num_behind))
 
-    def _make_room(self, sequence: Sequence, draft: Draft) -> bool:
-        """See to it that one more token has a place; False if the sequence itself gave way."""
-        assert sequence.table is not None
-        while self._blocks.room(sequence.table) <= sequence.num_planned:
+    def _make_room(self, sequence: Sequence, draft: Draft) -> int:
+        """See to it that one more token has a place; how many have, 0 if it gave way itself."""
+        while (room := self._room(sequence)) <= 0:
             assert len(self._roster.running) > 1, "a sequence that runs alone has room"
             victim = self._roster.running[-1]
             self._preempt(victim, draft)
             if victim is sequence:
-                return False
-        return True
+                return 0
+        return room
 
-    def _feed(self, sequence: Sequence, draft: Draft, most: int) -> None:
+    def _room(self, sequence: Sequence) -> int:
+        """How many more tokens would have a place if it got every available block."""
         assert sequence.table is not None
-        room = self._blocks.room(sequence.table) - sequence.num_planned
-        num_tokens = min(sequence.num_wanted, most, room)
+        return self._blocks.room(sequence.table) - sequence.num_planned
+
+    def _feed(self, sequence: Sequence, draft: Draft, num_tokens: int) -> None:
         assert num_tokens > 0, f"nothing to feed to {sequence.sequence_id}"
+        assert sequence.table is not None
         grown = self._blocks.grow(sequence.table, sequence.num_planned + num_tokens)
         assert grown, "room was counted"
         draft.give(sequence, num_tokens)
@@ -115,7 +118,8 @@ class Planner:
             if self._roster.running and not self._admission.fits(sequence, match, outstanding):
                 break
             self._enter(sequence, match, draft)
-            self._feed(sequence, draft, draft.budget)
+            num_tokens = min(sequence.num_wanted, draft.budget, self._room(sequence))
+            self._feed(sequence, draft, num_tokens)
             outstanding += self._admission.outstanding([sequence])
 
     def _is_held_back(self, sequence: Sequence) -> bool:

@@ -68,9 +68,10 @@ class Roster:
         """A plan has resolved: the KV of the sequence's first `num_tokens` tokens is there."""
         assert sequence.table is not None, f"{sequence.sequence_id} does not run"
         size = self._blocks.block_size
-        first = sequence.table.num_tokens // size
+        first, end = sequence.table.num_tokens // size, num_tokens // size
         self._blocks.commit(sequence.table, sequence.chain, sequence.tokens, num_tokens)
-        self._promises.end(sequence, first, num_tokens // size)
+        if first < end:
+            self._promises.end(sequence, first, end)
 
     def resolved(self, step: int) -> None:
         """No plan up to this step is in flight any more."""

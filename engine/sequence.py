@@ -81,11 +81,9 @@ class Sequence:
     @property
     def num_wanted(self) -> int:
         """Tokens it could be fed in the next step; 0 when its last token is already in flight."""
-        if self.max_output_tokens:
-            if self.num_output_tokens + self.num_pending >= self.max_output_tokens:
-                return 0
-            return len(self.tokens) + self.num_pending - self.num_planned
-        return len(self.tokens) - self.num_planned
+        num_tokens = len(self.tokens) + self.num_pending
+        most = self.num_prompt_tokens + self.max_output_tokens
+        return 0 if self.max_output_tokens and num_tokens >= most else num_tokens - self.num_planned
 
     @property
     def standing(self) -> int:

@@ -145,10 +145,11 @@ class BlockManager:
         """Give the table blocks for `num_tokens` tokens in all; False (and nothing done) if the
         available blocks do not suffice."""
         missing = self.num_blocks_for(num_tokens) - len(table.blocks)
+        if missing <= 0:
+            return True
         if missing > self.pool.num_available:
             return False
-        if missing > 0:
-            table.extend(self._allocate(missing))
+        table.extend(self._allocate(missing))
         return True
 
     def commit(
