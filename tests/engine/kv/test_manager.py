@@ -273,9 +273,16 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(ids, min_size=1, max_size=14), lease=st.sampled_from([None, "x", "y"]))
     def open(self, tokens: list[int], lease: str | None) -> None:
-        """What is found was computed before, and lies in the blocks it is said to lie in."""
-        owner = _Owner(self.blocks, tokens)
+        """What is found was computed before, and lies in the blocks it is said to lie in.
+
+        A lease saves hashing: it changes neither the blocks that are found nor the identities.
+        """
+        owner, plain = _Owner(self.blocks, tokens), _Owner(self.blocks, tokens)
         match = self.blocks.match(owner.chain, owner.tokens, len(tokens) - 1, lease)
+        by_hash = self.blocks.match(plain.chain, plain.tokens, len(tokens) - 1, None)
+        assert match.blocks.tolist() == by_hash.blocks.tolist()
+        num_full = len(tokens) // SIZE
+        assert owner.chain.between(0, num_full) == plain.chain.between(0, num_full)
         owner.table, owner.num_cached = self.blocks.open(match, lease)
         copies = self.blocks.take_copies()
         for source, destination in copies:
