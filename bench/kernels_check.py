@@ -28,16 +28,10 @@ from hillstar.kernels.attention import (
     paged_attention,
     paged_attention_reference,
 )
-from hillstar.kernels.kv_store import (
-    copy_blocks,
-    copy_blocks_reference,
-    store_kv,
-    store_kv_reference,
-)
 from hillstar.kernels.noise import noise_keys
 from hillstar.kernels.norm import rms_norm, rms_norm_reference
 from hillstar.kernels.penalties import apply_penalties, apply_penalties_reference
-from hillstar.kernels.rope import rope, rope_reference
+from hillstar.kernels.rope import rope_store, rope_store_reference
 from hillstar.kernels.sampling import sample, sample_reference
 
 HIDDEN, INTERMEDIATE, VOCAB = 4096, 14336, 128256
@@ -192,43 +186,48 @@ def tunings(rows: Rows) -> Iterator[Tuning]:
 
 
 def pointwise(num_tokens: int, pool: torch.Tensor, device: str) -> dict[str, Timing]:
-    """Norm, RoPE, SwiGLU and KV store of a step of `num_tokens`: checked here, timed later."""
+    """Norm, RoPE and KV store, and SwiGLU of `num_tokens`: checked here, timed later."""
     x, residual = torch.randn((2, num_tokens, HIDDEN), device=device).bfloat16()
     weight = torch.randn(HIDDEN, device=device).bfloat16()
     got, wanted = rms_norm(x, weight, 1e-5, residual), rms_norm_reference(x, weight, 1e-5, residual)
     for have, want in zip(got, wanted, strict=True):
         torch.testing.assert_close(have, want, atol=ATOL, rtol=RTOL)
 
-    width = NUM_HEADS + 2 * NUM_KV_HEADS
-    qkv = torch.randn((num_tokens, width, HEAD_DIM), device=device).bfloat16()
-    copy = qkv.clone()
-    angles = torch.rand((4096, HEAD_DIM // 2), device=device) * 6.2831853
-    positions = torch.randint(0, 4096, (num_tokens,), device=device).to(torch.int32)
-    tables = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    q, k, v = qkv.split((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), dim=1)
-    rope(q, k, positions, tables)
-    rope_reference(copy[:, :NUM_HEADS], copy[:, NUM_HEADS:-NUM_KV_HEADS], positions, tables)
-    torch.testing.assert_close(qkv, copy, atol=ATOL, rtol=RTOL)
+    rotate = rotation(num_tokens, pool, device)
 
     gate_up = torch.randn((num_tokens, 2 * INTERMEDIATE), device=device).bfloat16()
     torch.testing.assert_close(swiglu(gate_up), swiglu_reference(gate_up), atol=ATOL, rtol=RTOL)
 
-    slots = torch.randperm(pool.shape[0] * BLOCK_SIZE, device=device)[:num_tokens]
-    kv = pool[:, -1]
-    store_kv(k, v, kv, slots)
-    stored = kv[slots // BLOCK_SIZE, :, :, slots % BLOCK_SIZE].clone()
-    kv[slots // BLOCK_SIZE, :, :, slots % BLOCK_SIZE] = 0
-    store_kv_reference(k, v, kv, slots)
-    assert torch.equal(kv[slots // BLOCK_SIZE, :, :, slots % BLOCK_SIZE], stored)
-
     row = num_tokens * 2  # bytes of one bf16 column
     calls: dict[str, tuple[Callable[[], object], int]] = {
         "rms_norm": (partial(rms_norm, x, weight, 1e-5, residual), 4 * row * HIDDEN),
-        "rope": (partial(rope, q, k, positions, tables), 2 * row * 40 * HEAD_DIM),
+        "rope_store": (rotate, 2 * row * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM),
         "swiglu": (partial(swiglu, gate_up), 3 * row * INTERMEDIATE),
-        "store_kv": (partial(store_kv, k, v, kv, slots), 4 * row * NUM_KV_HEADS * HEAD_DIM),
     }
     return {name: Timing([run] * 32, num_bytes) for name, (run, num_bytes) in calls.items()}
+
+
+def rotation(num_tokens: int, pool: torch.Tensor, device: str) -> Callable[[], None]:
+    """RoPE and the store of keys and values, checked."""
+    qkv = torch.randn((num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM), device=device)
+    qkv, kv = qkv.bfloat16(), pool[:, -1]
+    angles = torch.rand((4096, HEAD_DIM // 2), device=device) * 6.2831853
+    positions = torch.randint(0, 4096, (num_tokens,), device=device).to(torch.int32)
+    slots = torch.randperm(pool.shape[0] * BLOCK_SIZE, device=device)[:num_tokens]
+    given = (kv, positions, slots, torch.cat((angles.cos(), angles.sin()), dim=-1))
+
+    def parts(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return matrix.split((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), dim=1)
+
+    places = (slots // BLOCK_SIZE, slice(None), slice(None), slots % BLOCK_SIZE)
+    found = []
+    for function in (rope_store, rope_store_reference):
+        copy = qkv.clone()
+        kv[places] = 0
+        function(*parts(copy), *given)
+        found += [copy, kv[places].clone()]
+    torch.testing.assert_close(found[:2], found[2:], atol=ATOL, rtol=RTOL)
+    return partial(rope_store, *parts(qkv), *given)
 
 
 def sampling(num_rows: int, vocab: int, device: str) -> dict[str, Timing]:
@@ -271,18 +270,6 @@ def sampling(num_rows: int, vocab: int, device: str) -> dict[str, Timing]:
     run = partial(apply_penalties, changed, **given)
     timings["penalties"] = Timing([run] * 4, num_rows * vocab * (2 * 4 + 1 + 2))
     return timings
-
-
-def block_copies(pool: torch.Tensor) -> Timing:
-    """64 whole blocks of all layers copied inside the pool."""
-    flat = pool.view(pool.shape[0], -1)
-    pairs = torch.randperm(pool.shape[0], device=pool.device)[:128].view(64, 2)
-    copy_blocks(flat, pairs)
-    copied = flat[pairs[:, 1]].clone()
-    copy_blocks_reference(flat, pairs)
-    assert torch.equal(flat[pairs[:, 1]], copied)
-    num_bytes = 2 * 64 * flat.shape[1] * flat.itemsize
-    return Timing([partial(copy_blocks, flat, pairs)] * 2, num_bytes)
 
 
 class Table:
@@ -337,7 +324,6 @@ def main() -> None:
     for num_rows in (1, 64, 256):
         for name, timing in sampling(num_rows, VOCAB, "cuda").items():
             table.add(f"sample {name} S={num_rows}", timing)
-    table.add("copy_blocks 64", block_copies(pool))
     result = report(
         options.seed,
         ceilings={name: round(value, 3) for name, value in ceilings.items()},

@@ -28,6 +28,7 @@ from hillstar.kernels.linear_tile import tile_kernel
 from hillstar.kernels.linear_tuning import Tuning, choose_tuning
 from hillstar.kernels.linear_vector import vector_kernel
 from hillstar.kernels.norm import rms_norm
+from hillstar.kernels.pdl import has_pdl
 
 
 def linear_reference(
@@ -38,6 +39,7 @@ def linear_reference(
     residual: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The specification of `linear`: same arguments, same result."""
     out = _exact_norm(x, norm_weight, eps) @ weight.float().T
@@ -45,7 +47,7 @@ def linear_reference(
         out += bias.float()
     if residual is not None:
         out += residual.float()
-    return out.to(x.dtype)
+    return out.to(out_dtype or x.dtype)
 
 
 def gate_up_swiglu_reference(
@@ -76,6 +78,7 @@ def linear(
     residual: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    out_dtype: torch.dtype | None = None,
     tuning: Tuning | None = None,
     counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -84,6 +87,7 @@ def linear(
     x: `[num_tokens, in]`; weight: `[out, in]`; both may have strided rows. bias: `[out]`;
     residual: `[num_tokens, out]`, rows may be strided; norm_weight: `[in]`. All of one dtype:
     float32, bfloat16 or float16. eps: of the norm, unused without `norm_weight`.
+    out_dtype: of the result, x's dtype or float32; by default x's.
     tuning: by default the measured choice for the shape, which may be cuBLAS.
     counters: int32, zeros, one for each tile of a split product; left zero, so that one tensor
     serves all products of a stream. Without it a split product makes its own.
@@ -98,10 +102,13 @@ def linear(
     if residual is not None:
         shape = (num_tokens, num_outputs)
         check_tensor("residual", residual, shape=shape, dtypes=(x.dtype,), device=x.device)
+    out_dtype = out_dtype or x.dtype
+    if out_dtype not in (x.dtype, torch.float32):
+        raise ValueError(f"out_dtype: {out_dtype}; expected {x.dtype} or torch.float32")
     tuning = tuning or choose_tuning(num_tokens, num_outputs, weight.shape[1], itemsize=x.itemsize)
     if tuning is None:
-        return _library_linear(x, weight, bias, residual, norm_weight, eps)
-    out = torch.empty((num_tokens, num_outputs), dtype=x.dtype, device=x.device)
+        return _library_linear(x, weight, bias, residual, norm_weight, eps, out_dtype)
+    out = torch.empty((num_tokens, num_outputs), dtype=out_dtype, device=x.device)
     _launch(x, weight, norm_weight, bias, residual, out, eps, tuning, counters, is_glu=False)
     return out
 
@@ -132,7 +139,7 @@ def gate_up_swiglu(
         num_tokens, width, weight.shape[1], itemsize=x.itemsize, glu=True
     )
     if tuning is None:
-        return swiglu(_library_linear(x, weight, None, None, norm_weight, eps))
+        return swiglu(_library_linear(x, weight, None, None, norm_weight, eps, x.dtype))
     if tuning.num_splits > 1:
         raise ValueError(f"tuning: num_splits is {tuning.num_splits}; expected 1 for a GLU")
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
@@ -161,15 +168,29 @@ def _library_linear(
     residual: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
     eps: float,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """The product as cuBLAS does it, the norm before it as a kernel of its own."""
     if norm_weight is not None:
         x, _ = rms_norm(x, norm_weight, eps)
+    if out_dtype != x.dtype:
+        out = _wide_product(x, weight)
+        for term in (bias, residual):
+            if term is not None:
+                out += term
+        return out
     if residual is None:
         return F.linear(x, weight, bias)
     if bias is not None:
         residual = residual + bias
     return torch.addmm(residual, x, weight.T)
+
+
+def _wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` with its float32 sums as they are; torch has that on CUDA only."""
+    if x.is_cuda:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
 
 
 def _launch(
@@ -193,7 +214,7 @@ def _launch(
         return
     num_inputs, stride = weight.shape[1], weight.stride(0)
     num_tiles = triton.cdiv(num_outputs, tuning.block_n)
-    pdl = tuning.pdl and x.is_cuda
+    pdl = tuning.pdl and has_pdl(x.device)
     shared = {
         "K": num_inputs,
         "STRIDE_W": stride,

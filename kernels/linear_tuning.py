@@ -1,4 +1,9 @@
-"""How the skinny products of `kernels/linear.py` are cut, and which cut a shape gets."""
+"""How the skinny products of `kernels/linear.py` are cut, and which cut a shape gets.
+
+The choices were measured with `bench/linear_sweep.py` on an H200, bf16, at the shapes of an 8B
+Llama and 1, 16 and 64 tokens (torch 2.11, triton 3.6, 2026-11-29); where cuBLAS was as fast, it
+is taken. 32 tokens lie between: each choice there is the one that loses least at both ends.
+"""
 
 from dataclasses import dataclass
 
@@ -6,7 +11,8 @@ import triton
 
 MAX_TOKENS = 64  # beyond, a product is no longer bound by reading its weights: cuBLAS
 
-_SM_SLOTS = 264  # two programs on each of an H100's or H200's 132 multiprocessors
+_NUM_SMS = 132  # multiprocessors of an H100 or H200
+_THREAD_BYTES = 128  # weights that a thread of the vector kernel holds at once: 32 registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +27,7 @@ class Tuning:
         the loop is unrolled).
     num_splits: programs that share a tile's columns (tiles only, not for `gate_up_swiglu`).
     pdl: launch while the kernel before still runs, and fetch weights until it is done
-        (programmatic dependent launch, sm_90 and later). Every kernel so launched waits before
-        it touches anything but weights; the weights must be older than the kernel before.
+        (`kernels/pdl.py`; no effect before sm_90).
     """
 
     block_m: int
@@ -44,29 +49,69 @@ def choose_tuning(
     if num_tokens > MAX_TOKENS or (itemsize != 2 and num_tokens > 1):
         return None
     if num_tokens == 1:
-        return _vector_tuning(num_inputs, itemsize, glu)
-    return _tile_tuning(num_tokens, num_outputs, num_inputs, glu)
-
-
-def _vector_tuning(num_inputs: int, itemsize: int, glu: bool) -> Tuning:
-    """Rows that fit are read whole, all of a program's loads before the first product."""
-    longest = 8192 // itemsize
-    block_k = min(longest, triton.next_power_of_2(num_inputs))
-    num_stages = 1
-    if num_inputs > longest:
-        # The largest part that divides the row needs no mask.
-        block_k = max(longest // 4, min(longest, num_inputs & -num_inputs))
-        num_stages = 4
-    return Tuning(1, 2 if glu else 4, block_k, num_warps=4, num_stages=num_stages)
-
-
-def _tile_tuning(num_tokens: int, num_outputs: int, num_inputs: int, glu: bool) -> Tuning:
-    """Tiles of 64 rows, the tensor cores' own; columns are split where tiles are too few."""
+        return _vector_tuning(num_inputs, itemsize)
     block_m = max(16, triton.next_power_of_2(num_tokens))
-    block_n, block_k, num_splits = 64, 128, 1
+    if glu:
+        return _glu_tuning(block_m)
+    if triton.cdiv(num_outputs, 128) >= 2 * _NUM_SMS:
+        return _head_tuning(block_m)
+    return _split_tuning(block_m, num_outputs, num_inputs)
+
+
+def folds_norm(num_tokens: int) -> bool:
+    """Whether the norm before a product costs less inside it than as a kernel of its own.
+
+    At one token 32 layers took 3,342 µs with norms inside and 3,472 with norms apart. With more,
+    every program would norm all of them again.
+    """
+    return num_tokens == 1
+
+
+def _vector_tuning(num_inputs: int, itemsize: int) -> Tuning:
+    """Rows that fit are read whole, all of a program's loads before the first product.
+
+    4 rows of 4,096 (8 with a GLU) on 8 warps, 2 of 14,336 on 16: within 1 % of the best of each
+    shape. Their loads start before the kernel before is done, which made every shape faster.
+    """
+    longest = 32768 // itemsize
+    block_k = triton.next_power_of_2(num_inputs)
+    if block_k > longest:
+        # The largest part that divides the row needs no mask.
+        block_k = max(longest // 16, min(longest // 4, num_inputs & -num_inputs))
+        return Tuning(1, 4, block_k, num_warps=4, num_stages=4, pdl=True)
+    block_n = 4 if block_k <= 4096 else 2
+    num_warps = max(1, min(16, block_n * block_k * itemsize // (32 * _THREAD_BYTES)))
+    return Tuning(1, block_n, block_k, num_warps, pdl=True)
+
+
+def _glu_tuning(block_m: int) -> Tuning:
+    """Two halves of 64 rows; at more tokens shorter blocks, so that two programs fit an SM."""
+    if block_m == 16:
+        return Tuning(block_m, 64, 128, num_warps=4, num_stages=3)
+    return Tuning(block_m, 64, 64, num_warps=4, num_stages=5)
+
+
+def _head_tuning(block_m: int) -> Tuning:
+    """More tiles than the device holds at once: larger ones."""
+    if block_m == 16:
+        return Tuning(block_m, 128, 128, num_warps=4, num_stages=3)
+    return Tuning(block_m, 128, 128, num_warps=8, num_stages=4)
+
+
+def _split_tuning(block_m: int, num_outputs: int, num_inputs: int) -> Tuning | None:
+    """Tiles of 64 rows, the tensor cores' own; columns are split where tiles are too few.
+
+    cuBLAS keeps what leaves a quarter of the SMs without work in the last wave (6,144 rows), and
+    64 tokens by rows that are short.
+    """
+    block_n, block_k = 64, 128
     tiles = triton.cdiv(num_outputs, block_n)
-    if not glu:
-        while tiles * num_splits * 2 <= _SM_SLOTS and num_inputs >= num_splits * 8 * block_k:
-            num_splits *= 2
-    num_stages = 3 if glu else 5 if block_m == 16 else 4
-    return Tuning(block_m, block_n, block_k, 4, num_stages, num_splits)
+    slots = _NUM_SMS * (2 if block_m == 16 else 1)
+    num_splits = 1
+    while tiles * num_splits * 2 <= slots and num_inputs >= num_splits * 8 * block_k:
+        num_splits *= 2
+    programs = tiles * num_splits
+    waves = triton.cdiv(programs, _NUM_SMS)
+    if programs < 0.8 * waves * _NUM_SMS or (block_m > 32 and num_inputs < 8192):
+        return None
+    return Tuning(block_m, block_n, block_k, 4, num_stages=4, num_splits=num_splits)

@@ -9,14 +9,17 @@ multiplied by the weight: the order in which Llama checkpoints were trained.
 Grid `(num_tokens,)`; one program normalises one row, held in registers between its two uses.
 Rows may be strided, the last dimension may not. Bytes moved a call:
 `num_tokens * hidden * itemsize` times 4 with a residual (2 reads, 2 writes), times 2 without.
+Launched while the kernel before still runs, where the device can (`kernels/pdl.py`).
 """
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hillstar.kernels.checks import FLOATS, check_tensor
 from hillstar.kernels.jit import jit
+from hillstar.kernels.pdl import has_pdl
 
 
 def rms_norm_reference(
@@ -42,11 +45,16 @@ def _rms_norm_kernel(
     eps: tl.tensor,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    if PDL:
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden
     weights = tl.load(weight + columns, mask=mask, other=0.0)
+    if PDL:
+        gdc_wait()
     row = tl.load(x + token * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         added = tl.load(residual + token * stride_residual + columns, mask=mask, other=0.0)
@@ -84,6 +92,7 @@ def rms_norm(
     if out.numel() == 0:
         return out, residual_out
     block = triton.next_power_of_2(hidden)
+    pdl = has_pdl(x.device)
     _rms_norm_kernel[(num_tokens,)](
         x,
         x if residual is None else residual,
@@ -96,6 +105,8 @@ def rms_norm(
         eps,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
+        PDL=pdl,
+        launch_pdl=pdl,
         num_warps=max(1, min(16, block // 512)),
     )
     return out, residual_out

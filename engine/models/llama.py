@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hillstar.engine.models.config import ModelConfig
-from hillstar.engine.models.ops import Attend, HeadNorms, Linear, Norm, Ops
+from hillstar.engine.models.ops import Attend, Head, HeadNorms, Ops, Read, Residual, Write
 from hillstar.engine.models.weights import LayerWeights, Weights
 
 
@@ -19,27 +19,23 @@ from hillstar.engine.models.weights import LayerWeights, Weights
 class _Layer:
     """One layer, prepared for the device."""
 
-    qkv: Linear
+    qkv: Read
     head_norms: HeadNorms | None
-    o: Linear
-    post_norm: Norm
-    glu: Linear
-    down: Linear
-    next_norm: Norm  # of the next layer's input; of the last layer, the model's own
+    o: Write
+    glu: Read
+    down: Write
 
     @staticmethod
-    def prepare(weights: LayerWeights, next_norm: torch.Tensor, ops: Ops) -> "_Layer":
+    def prepare(weights: LayerWeights, ops: Ops) -> "_Layer":
         head_norms = None
         if weights.q_norm is not None and weights.k_norm is not None:
             head_norms = HeadNorms(weights.q_norm, weights.k_norm)
         return _Layer(
-            qkv=ops.linear(weights.qkv, weights.qkv_bias),
+            qkv=ops.read(weights.input_norm, weights.qkv, weights.qkv_bias),
             head_norms=head_norms,
-            o=ops.linear(weights.o),
-            post_norm=ops.norm(weights.post_norm),
-            glu=ops.glu(weights.gate_up),
-            down=ops.linear(weights.down),
-            next_norm=ops.norm(next_norm),
+            o=ops.write(weights.o),
+            glu=ops.read_glu(weights.post_norm, weights.gate_up),
+            down=ops.write(weights.down),
         )
 
 
@@ -52,13 +48,8 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops) -> None:
         self._head_dim = config.head_dim
         self._embedding = weights.embedding
-        self._first_norm = ops.norm(weights.layers[0].input_norm)
-        next_norms = (*(layer.input_norm for layer in weights.layers[1:]), weights.norm)
-        self._layers = tuple(
-            _Layer.prepare(layer, next_norm, ops)
-            for layer, next_norm in zip(weights.layers, next_norms, strict=True)
-        )
-        self._head = ops.head(weights.lm_head)
+        self._layers = tuple(_Layer.prepare(layer, ops) for layer in weights.layers)
+        self._head: Head = ops.head(weights.norm, weights.lm_head)
         self._residual_dtype = ops.residual_dtype
 
     def forward(
@@ -69,17 +60,18 @@ class Decoder:
         token_ids: int64 `[T]`, as fed (no -1). sampled: int64 `[S]`, indices of those tokens;
         None: all of them. attend: the step's attention.
         """
-        hidden = F.embedding(token_ids, self._embedding).to(self._residual_dtype)
-        normed = self._first_norm(hidden)
+        embedded = F.embedding(token_ids, self._embedding).to(self._residual_dtype)
+        residual = Residual(embedded)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
+            qkv, residual = layer.qkv(residual)
             # A product may come back transposed; attention needs each head in one piece.
-            qkv = layer.qkv(normed).contiguous().view(len(token_ids), -1, self._head_dim)
-            attended = attend(index, qkv, layer.head_norms)
+            heads = qkv.contiguous().view(len(token_ids), -1, self._head_dim)
+            attended = attend(index, heads, layer.head_norms)
             if index == last and sampled is not None:
                 # From here on every token is on its own: only sampled ones matter.
-                attended, hidden = attended[sampled], hidden[sampled]
-            normed, hidden = layer.post_norm.add(hidden, layer.o(attended))
-            mixed = layer.down(layer.glu(normed))
-            normed, hidden = layer.next_norm.add(hidden, mixed)
-        return self._head(normed)
+                attended, residual = attended[sampled], residual.select(sampled)
+            residual = layer.o(attended, residual)
+            mixed, residual = layer.glu(residual)
+            residual = layer.down(mixed, residual)
+        return self._head(residual)

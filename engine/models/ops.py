@@ -6,13 +6,46 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
-"""`[T, in_features]` -> `[T, out_features]`: a weight matrix, and its bias if it has one, in the
-layout that the device multiplies fastest."""
+
+class Residual(NamedTuple):
+    """The sum that runs through the layers, `[T, hidden]`, of `Ops.residual_dtype`."""
+
+    total: torch.Tensor
+    added: torch.Tensor | None = None
+    """Of the weights' dtype: the last product, where it is cheapest added by the norm that reads
+    the sum next."""
+
+    def select(self, tokens: torch.Tensor) -> "Residual":
+        """Of some tokens only: int64 indices."""
+        added = None if self.added is None else self.added[tokens]
+        return Residual(self.total[tokens], added)
+
+
+class Read(Protocol):
+    """A weight matrix, in the layout that the device multiplies fastest, and the norm before it:
+    RMSNorm with its weight, x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and
+    Sennrich 2019, arXiv 1910.07467)."""
+
+    def __call__(self, residual: Residual) -> tuple[torch.Tensor, Residual]:
+        """The product with the norm of the sum, `[T, out_features]`, and the sum, nothing apart
+        any more."""
+        ...
+
+
+class Write(Protocol):
+    """A weight matrix whose product joins the sum."""
+
+    def __call__(self, x: torch.Tensor, residual: Residual) -> Residual:
+        """x: `[T, in_features]`; residual: as a `Read` gave it."""
+        ...
+
+
+Head = Callable[[Residual], torch.Tensor]
+"""Logits: float32 `[T, vocab]`, the best ones not rounded to the weights' dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,40 +73,32 @@ class Attend(Protocol):
         ...
 
 
-class Norm(Protocol):
-    """RMSNorm with its weight: x / sqrt(mean(x^2) + eps) * weight over the last dimension
-    (Zhang and Sennrich 2019, arXiv 1910.07467). Takes the residual stream's dtype, gives the
-    weight's."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def add(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of residual + x, and residual + x."""
-        ...
-
-
 class Ops(Protocol):
     """Operations on tensors of one device and one dtype: each prepares, once, what a model uses
-    at every step."""
+    at every step. Weights are `[out_features, in_features]`, norms `[in_features]`."""
 
     @property
     def residual_dtype(self) -> torch.dtype:
         """Of the sum that runs through the layers."""
         ...
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """weight: `[out_features, in_features]`."""
+    def read(
+        self, norm: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> Read:
+        """norm(sum) @ weight.T, plus the bias if there is one."""
         ...
 
-    def head(self, weight: torch.Tensor) -> Linear:
-        """As `linear`, for logits: float32, the best ones not rounded to the weights' dtype."""
-        ...
+    def read_glu(self, norm: torch.Tensor, gate_up: torch.Tensor) -> Read:
+        """silu(gate(x)) * up(x) of x = norm(sum) (Shazeer 2020, arXiv 2002.05202).
 
-    def norm(self, weight: torch.Tensor) -> Norm: ...
-
-    def glu(self, gate_up: torch.Tensor) -> Linear:
-        """silu(gate(x)) * up(x) (Shazeer 2020, arXiv 2002.05202): `[T, hidden]` -> `[T, n]`.
-
-        gate_up: `[2 * n, hidden]`, gate rows first.
+        gate_up: `[2 * out_features, in_features]`, gate rows first.
         """
+        ...
+
+    def write(self, weight: torch.Tensor) -> Write:
+        """sum + x @ weight.T."""
+        ...
+
+    def head(self, norm: torch.Tensor, weight: torch.Tensor) -> Head:
+        """As `read`, for logits."""
         ...

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from hillstar.engine.attention import PagedAttention
 from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.models.config import ModelConfig
-from hillstar.engine.models.ops import Attend, HeadNorms, Linear, Norm
+from hillstar.engine.models.ops import Attend, Head, HeadNorms, Read, Residual, Write
 from hillstar.engine.models.rope import rope_table
 from hillstar.engine.plan import Batch
 
@@ -22,6 +22,8 @@ _MAX_COLUMNS = 256
 memory instead of reordering them at each call. Beyond it they are about equal."""
 
 _MAX_NEAR = 1024  # logits computed twice, at most, for one token
+
+_Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TorchOps:
@@ -40,23 +42,36 @@ class TorchOps:
         self._cos = torch.cat((cos, cos), dim=1).to(dtype)
         self._sin = torch.cat((-sin, sin), dim=1).to(dtype)
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        return _linear(weight) if bias is None else _affine(weight, bias)
+    def read(
+        self, norm: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> Read:
+        return self._read(norm, _linear(weight) if bias is None else _affine(weight, bias))
 
-    def head(self, weight: torch.Tensor) -> Linear:
-        return _head(weight)
-
-    def norm(self, weight: torch.Tensor) -> Norm:
-        return _Norm(weight, self._config.rms_norm_eps)
-
-    def glu(self, gate_up: torch.Tensor) -> Linear:
+    def read_glu(self, norm: torch.Tensor, gate_up: torch.Tensor) -> Read:
         multiply = _linear(gate_up)
 
-        def apply(x: torch.Tensor) -> torch.Tensor:
+        def activated(x: torch.Tensor) -> torch.Tensor:
             gate, up = multiply(x).chunk(2, dim=-1)
             return F.silu(gate).mul_(up)
 
-        return apply
+        return self._read(norm, activated)
+
+    def write(self, weight: torch.Tensor) -> Write:
+        multiply = _linear(weight)
+
+        def add(x: torch.Tensor, residual: Residual) -> Residual:
+            # Faster than in place where the product is transposed.
+            return Residual(residual.total + multiply(x))
+
+        return add
+
+    def head(self, norm: torch.Tensor, weight: torch.Tensor) -> Head:
+        normed, multiply = _norm(norm, self._config.rms_norm_eps), _head(weight)
+        return lambda residual: multiply(normed(residual.total))
+
+    def _read(self, norm: torch.Tensor, product: _Function) -> Read:
+        normed = _norm(norm, self._config.rms_norm_eps)
+        return lambda residual: (product(normed(residual.total)), residual)
 
     def attention(self, cache: KVCache) -> Callable[[Batch], Attend]:
         """Attention over a cache; called with a batch, it prepares what the layers of a step
@@ -88,7 +103,7 @@ class TorchOps:
             part.copy_(F.rms_norm(part, weight.shape, weight, self._config.rms_norm_eps))
 
 
-def _linear(weight: torch.Tensor) -> Linear:
+def _linear(weight: torch.Tensor) -> _Function:
     def apply(x: torch.Tensor) -> torch.Tensor:
         if len(x) == 1:
             return torch.mv(weight, x[0]).unsqueeze(0)
@@ -99,7 +114,7 @@ def _linear(weight: torch.Tensor) -> Linear:
     return apply
 
 
-def _affine(weight: torch.Tensor, bias: torch.Tensor) -> Linear:
+def _affine(weight: torch.Tensor, bias: torch.Tensor) -> _Function:
     column = bias.unsqueeze(1)
 
     def apply(x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +127,7 @@ def _affine(weight: torch.Tensor, bias: torch.Tensor) -> Linear:
     return apply
 
 
-def _head(weight: torch.Tensor) -> Linear:
+def _head(weight: torch.Tensor) -> _Function:
     """Products come back in the weights' dtype: in bfloat16, dozens of tokens may share the best
     logit. Every token that rounding may have kept from being the best is computed once more."""
     multiply = _linear(weight)
@@ -133,21 +148,15 @@ def _head(weight: torch.Tensor) -> Linear:
     return apply
 
 
-class _Norm:
+def _norm(weight: torch.Tensor, eps: float) -> _Function:
     """RMSNorm as a LayerNorm over (x, -x), whose mean is 0 and variance mean(x^2): torch fuses
     LayerNorm on a CPU and not RMSNorm, and at a few tokens the trick halves the time of a norm."""
+    size, dtype = len(weight), weight.dtype
+    doubled_weight = torch.cat((weight, weight)).float()
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self._size = len(weight)
-        self._dtype = weight.dtype
-        self._weight = torch.cat((weight, weight)).float()
-        self._eps = eps
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def apply(x: torch.Tensor) -> torch.Tensor:
         doubled = torch.cat((x, x.neg()), dim=-1)
-        normed = F.layer_norm(doubled, self._weight.shape, self._weight, None, self._eps)
-        return normed[:, : self._size].to(self._dtype)
+        normed = F.layer_norm(doubled, doubled_weight.shape, doubled_weight, None, eps)
+        return normed[:, :size].to(dtype)
 
-    def add(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        total = residual + x  # faster than in place where x is a transposed product
-        return self(total), total
+    return apply

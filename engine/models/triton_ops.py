@@ -1,5 +1,6 @@
 """The forward pass's operations on CUDA: `hillstar.kernels`, and cuBLAS where it is as fast."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -7,13 +8,13 @@ import torch
 
 from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.models.config import ModelConfig
-from hillstar.engine.models.ops import Attend, HeadNorms, Linear, Norm
+from hillstar.engine.models.ops import Attend, Head, HeadNorms, Read, Residual, Write
 from hillstar.engine.models.rope import rope_table
 from hillstar.kernels.attention import paged_attention
-from hillstar.kernels.kv_store import store_kv
 from hillstar.kernels.linear import gate_up_swiglu, linear
+from hillstar.kernels.linear_tuning import choose_tuning, folds_norm
 from hillstar.kernels.norm import rms_norm
-from hillstar.kernels.rope import rope
+from hillstar.kernels.rope import rope_store
 
 
 class TritonOps:
@@ -25,19 +26,43 @@ class TritonOps:
         self._counters = torch.zeros(4096, dtype=torch.int32, device=embedding.device)
         self.residual_dtype = embedding.dtype
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        return partial(linear, weight=weight, bias=bias, counters=self._counters)
+    def read(
+        self, norm: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> Read:
+        product = partial(linear, weight=weight, bias=bias, counters=self._counters)
+        return partial(self._read, norm, product)
 
-    def head(self, weight: torch.Tensor) -> Linear:
-        if weight.dtype == torch.float32:
-            return self.linear(weight)
-        return lambda x: torch.mm(x, weight.t(), out_dtype=torch.float32)
+    def read_glu(self, norm: torch.Tensor, gate_up: torch.Tensor) -> Read:
+        return partial(self._read, norm, partial(gate_up_swiglu, weight=gate_up))
 
-    def norm(self, weight: torch.Tensor) -> Norm:
-        return _Norm(weight, self._eps)
+    def write(self, weight: torch.Tensor) -> Write:
+        num_outputs, num_inputs = weight.shape
 
-    def glu(self, gate_up: torch.Tensor) -> Linear:
-        return partial(gate_up_swiglu, weight=gate_up)
+        def add(x: torch.Tensor, residual: Residual) -> Residual:
+            total = residual.total
+            tuning = choose_tuning(len(x), num_outputs, num_inputs, itemsize=x.itemsize)
+            if tuning is None:  # cuBLAS would copy the sum before it adds to it
+                return Residual(total, linear(x, weight))
+            out = linear(x, weight, residual=total, tuning=tuning, counters=self._counters)
+            return Residual(out)
+
+        return add
+
+    def head(self, norm: torch.Tensor, weight: torch.Tensor) -> Head:
+        product = partial(linear, weight=weight, out_dtype=torch.float32)
+        return lambda residual: self._read(norm, product, residual)[0]
+
+    def _read(
+        self, norm: torch.Tensor, product: Callable[..., torch.Tensor], residual: Residual
+    ) -> tuple[torch.Tensor, Residual]:
+        total, added = residual
+        if added is not None:
+            normed, total = rms_norm(added, norm, self._eps, total)
+        elif folds_norm(len(total)):
+            return product(total, norm_weight=norm, eps=self._eps), residual
+        else:
+            normed, _ = rms_norm(total, norm, self._eps)
+        return product(normed), Residual(total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +70,7 @@ class DeviceBatch:
     """What the layers of a step share, on the device. T tokens, R rows; padding does nothing."""
 
     positions: torch.Tensor  # int32 [T]
-    slot_mapping: torch.Tensor  # int64 [T]; -1: not stored
+    slot_mapping: torch.Tensor  # int32 or int64 [T]; -1: not stored
     block_tables: torch.Tensor  # int32 [R, max_blocks]
     cu_seqlens_q: torch.Tensor  # int32 [R + 1]
     context_lens: torch.Tensor  # int32 [R]
@@ -70,16 +95,18 @@ class PagedAttention:
 
         def attend(layer: int, qkv: torch.Tensor, head_norms: HeadNorms | None) -> torch.Tensor:
             q, k, v = qkv[:, :first_key], qkv[:, first_key:first_value], qkv[:, first_value:]
-            rope(
+            rope_store(
                 q,
                 k,
+                v,
+                self._layers[layer],
                 batch.positions,
+                batch.slot_mapping,
                 self._cos_sin,
                 q_norm=None if head_norms is None else head_norms.q,
                 k_norm=None if head_norms is None else head_norms.k,
                 eps=config.rms_norm_eps,
             )
-            store_kv(k, v, self._layers[layer], batch.slot_mapping)
             return paged_attention(
                 q,
                 self._layers[layer],
@@ -93,15 +120,3 @@ class PagedAttention:
             ).flatten(1)
 
         return attend
-
-
-class _Norm:
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self._weight = weight
-        self._eps = eps
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self._weight, self._eps)[0]
-
-    def add(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return rms_norm(x, self._weight, self._eps, residual)

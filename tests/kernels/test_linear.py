@@ -131,6 +131,33 @@ def test_the_norm_inside_is_the_norm_before(
     assert_near(out, linear_reference(normed, weight))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("num_tokens", "tuning"), [(1, UNROLLED), (5, TILE), (5, SPLIT), (MAX_TOKENS + 1, None)]
+)
+def test_a_wide_result_is_not_rounded(
+    generator: torch.Generator, dtype: torch.dtype, num_tokens: int, tuning: Tuning | None
+) -> None:
+    """With `out_dtype` float32 the sums come back as they are, whatever the weights' dtype."""
+    draw = Draw(dtype, generator)
+    x, weight, bias, residual = (
+        draw(num_tokens, 200),
+        draw(37, 200),
+        draw(37),
+        draw(num_tokens, 37),
+    )
+    given = {"bias": bias, "residual": residual, "out_dtype": torch.float32}
+    out = linear(x, weight, **given, tuning=tuning)
+    assert_near(out, linear_reference(x, weight, **given))
+
+
+def test_a_narrow_result_of_wide_weights_is_refused(device: torch.device) -> None:
+    """A result has the dtype of the weights, or float32."""
+    x = torch.zeros((1, 8), device=device)
+    with pytest.raises(ValueError, match=r"^out_dtype: torch.float16; expected torch.float32"):
+        linear(x, torch.zeros((6, 8), device=device), out_dtype=torch.float16)
+
+
 @pytest.mark.parametrize("tuning", [UNROLLED, TILE, SPLIT])
 def test_rows_may_be_strided(generator: torch.Generator, tuning: Tuning) -> None:
     """Parts of wider matrices are read in place, and the arguments stay as they were."""
@@ -202,7 +229,6 @@ def test_chosen_tunings_are_legal(num_tokens: int, num_outputs: int, num_inputs:
             continue
         assert tuning.block_m >= num_tokens
         assert tuning.num_splits == 1 or (tuning.block_m > 1 and not glu)
-        assert not tuning.pdl
 
 
 def test_the_reference_is_the_llama_mlp() -> None:
