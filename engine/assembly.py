@@ -12,11 +12,12 @@ from hillstar.engine.batch import BatchBuilder
 from hillstar.engine.channel import Inbox, Outbox
 from hillstar.engine.config import EngineConfig
 from hillstar.engine.intake import Intake
-from hillstar.engine.kv.cache import KVCache, num_blocks_for
+from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.kv.manager import BlockManager
 from hillstar.engine.loop import EngineLoop
 from hillstar.engine.messages import Ready
 from hillstar.engine.models.config import ModelConfig
+from hillstar.engine.models.size import kv_groups
 from hillstar.engine.models.weights import Weights
 from hillstar.engine.runner import TorchRunner
 from hillstar.engine.scheduler import Scheduler
@@ -79,7 +80,8 @@ def _cache(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> KVCa
     num_blocks = config.num_blocks
     if num_blocks is None:
         assert config.kv_memory_bytes is not None, "a configuration has one of the two"
-        num_blocks = num_blocks_for(model, dtype, config.block_size, config.kv_memory_bytes)
+        [group] = kv_groups(model, config.dtype, config.block_size)
+        num_blocks = group.blocks_that_fit(config.kv_memory_bytes)
     return KVCache(
         model,
         num_blocks=num_blocks,
@@ -97,5 +99,5 @@ def _ready(config: EngineConfig, model: ModelConfig, cache: KVCache, max_model_l
         block_size=config.block_size,
         max_model_len=max_model_len,
         eos_token_ids=list(model.eos_token_ids),
-        kv_bytes_per_token=model.kv_bytes_per_token(cache.pool.dtype.itemsize),
+        kv_bytes_per_token=cache.pool[0].nbytes // config.block_size,
     )

@@ -11,7 +11,7 @@ import pytest
 
 from hillstar.__main__ import main
 from hillstar.cli import values
-from hillstar.cli.machine import cpu_multiplies_bfloat16, free_memory_bytes
+from hillstar.cli.machine import cpu_multiplies_bfloat16
 from hillstar.cli.model import PreparedModel
 from hillstar.cli.options import BENCH, CHAT, SERVE, build_parser
 from hillstar.cli.serve import describe, engine_config, server_config
@@ -204,20 +204,6 @@ def test_both_kv_sizes_at_once_are_refused(tmp_path: Path) -> None:
     settings = serve_settings("--kv-blocks", "100", "--kv-memory", "1GiB")
     with pytest.raises(ConfigError, match=r"kv-memory: '1\.0 GiB'.*kv-blocks"):
         engine_config(settings, a_model(tmp_path))
-
-
-def test_free_memory_respects_the_containers_limit(tmp_path: Path) -> None:
-    """The smaller of what the kernel says and what the group may still take."""
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9999 kB\nMemAvailable:    8000 kB\n")
-    assert free_memory_bytes(tmp_path) == 8000 * 1024
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text("max\n")
-    (group / "memory.current").write_text("1000\n")
-    assert free_memory_bytes(tmp_path) == 8000 * 1024
-    (group / "memory.max").write_text("5000000\n")
-    assert free_memory_bytes(tmp_path) == 4_999_000
 
 
 @pytest.mark.parametrize(

@@ -5,53 +5,17 @@ block between tiers is one copy. Which block belongs to whom is `kv.block`'s bus
 are numbers.
 """
 
+import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
+from hillstar.engine.memory import free_memory_bytes
 from hillstar.engine.models.config import ModelConfig
 
 
 class CacheMemoryError(MemoryError):
     """The KV pool does not fit into the device's memory; says how large it would have been."""
-
-
-def block_bytes(config: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
-    """Bytes of one block: keys and values of `block_size` tokens in all layers."""
-    return config.kv_bytes_per_token(dtype.itemsize) * block_size
-
-
-def num_blocks_for(
-    config: ModelConfig, dtype: torch.dtype, block_size: int, memory_bytes: int
-) -> int:
-    """How many blocks fit into `memory_bytes`.
-
-    Raises `CacheMemoryError` when it is fewer than 2, the least a pool can work with.
-    """
-    size_bytes = block_bytes(config, dtype, block_size)
-    num_blocks = memory_bytes // size_bytes
-    if num_blocks < 2:
-        raise CacheMemoryError(
-            f"{memory_bytes} bytes of KV memory hold {num_blocks} blocks of {size_bytes} bytes"
-            f" ({block_size} tokens); at least 2 are needed"
-        )
-    return num_blocks
-
-
-def _available_bytes(device: torch.device) -> int | None:
-    """Memory that an allocation may take; None where the system does not say.
-
-    Asked beforehand on the CPU, where an allocation that is too large succeeds and the process
-    is killed once the pages are touched.
-    """
-    meminfo = Path("/proc/meminfo")
-    if device.type != "cpu" or not meminfo.exists():
-        return None
-    for line in meminfo.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 class KVCache:
@@ -71,7 +35,11 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Allocates the whole pool at once. Raises `CacheMemoryError` when it does not fit."""
+        """Allocates the whole pool at once.
+
+        Raises `CacheMemoryError` when it does not fit, and for fewer than 2 blocks, the least a
+        pool can work with.
+        """
         shape = (
             num_blocks,
             config.num_layers,
@@ -80,11 +48,18 @@ class KVCache:
             block_size,
             config.head_dim,
         )
-        size_bytes = num_blocks * block_bytes(config, dtype, block_size)
+        size_bytes = math.prod(shape) * dtype.itemsize
         refusal = (
             f"cannot allocate {num_blocks} KV blocks ({size_bytes / 2**30:.2f} GiB) on {device}"
         )
-        available = _available_bytes(torch.device(device))
+        if num_blocks < 2:
+            raise CacheMemoryError(
+                f"there is room for {num_blocks} KV blocks of {block_size} tokens"
+                f" ({math.prod(shape[1:]) * dtype.itemsize} bytes); at least 2 are needed"
+            )
+        # Asked beforehand on the CPU, where an allocation that is too large succeeds and the
+        # process is killed once the pages are touched.
+        available = free_memory_bytes() if torch.device(device).type == "cpu" else None
         if available is not None and size_bytes > available:
             raise CacheMemoryError(f"{refusal}: {available / 2**30:.2f} GiB are available")
         try:

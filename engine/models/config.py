@@ -62,10 +62,6 @@ class ModelConfig:
     sliding_window: int | None = None  # mistral: a token sees the last `sliding_window` tokens
     eos_token_ids: tuple[int, ...] = ()
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """2 (K and V) * layers * KV heads * head dim * bytes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
-
     @classmethod
     def from_dir(cls, model_dir: Path) -> Self:
         """Read `config.json`, and `generation_config.json` where there is one (its EOS ids win).

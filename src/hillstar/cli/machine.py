@@ -51,19 +51,3 @@ def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         for flag in line.partition(":")[2].split()
     }
     return not flags.isdisjoint(_BF16_FLAGS)
-
-
-def free_memory_bytes(root: Path = Path("/")) -> int:
-    """RAM that can be taken: what the kernel calls available, within the container's limit."""
-    fields = {
-        line.partition(":")[0]: line.split()[1]
-        for line in (root / "proc/meminfo").read_text().splitlines()
-    }
-    available = int(fields["MemAvailable"]) * 1024
-    group = root / "sys/fs/cgroup"
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):
-        return available
-    return available if limit == "max" else max(0, min(available, int(limit) - used))

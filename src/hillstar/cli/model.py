@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hillstar.cli import values
-from hillstar.cli.machine import cpu_multiplies_bfloat16, find_gpu, free_memory_bytes
+from hillstar.cli.machine import cpu_multiplies_bfloat16, find_gpu
 from hillstar.cli.report import CommandError
 from hillstar.engine.config import ConfigError, DeviceName, DTypeName
+from hillstar.engine.memory import free_memory_bytes
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.errors import ModelError
 from hillstar.engine.models.size import DTYPE_BYTES, KVGroup, kv_groups
@@ -89,7 +90,7 @@ def prepare_model(name: str | None, data_dir: Path, settings: Mapping[str, Any])
         config=config,
         device="cuda" if gpu else "cpu",
         dtype=dtype,
-        free_bytes=gpu.free_bytes if gpu else free_memory_bytes(),
+        free_bytes=gpu.free_bytes if gpu else free_memory_bytes() or 0,
     )
 
 

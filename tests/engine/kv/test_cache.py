@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from hillstar.engine.kv.cache import CacheMemoryError, KVCache, block_bytes, num_blocks_for
+from hillstar.engine.kv import cache as cache_module
+from hillstar.engine.kv.cache import CacheMemoryError, KVCache
 from hillstar.engine.models.config import ModelConfig, RopeConfig
+from hillstar.engine.models.size import kv_groups
 
 CONFIG = ModelConfig(
     architecture="llama",
@@ -31,7 +33,8 @@ def test_all_layers_of_a_block_are_contiguous() -> None:
     cache = make()
     assert cache.pool.shape == (6, 3, 2, 2, 16, 8)
     assert cache.pool[1].is_contiguous()
-    assert cache.pool[1].nbytes == block_bytes(CONFIG, torch.bfloat16, 16)
+    [group] = kv_groups(CONFIG, "bfloat16", 16)
+    assert cache.pool[1].nbytes == group.bytes_per_block
     assert (cache.num_blocks, cache.block_size) == (6, 16)
 
 
@@ -55,17 +58,21 @@ def test_copies_read_before_they_write() -> None:
     assert torch.equal(cache.pool, before)
 
 
-def test_size_from_memory() -> None:
-    """As many blocks as fit are had from an amount of memory, two at the least."""
-    size_bytes = block_bytes(CONFIG, torch.float32, 16)
-    assert size_bytes == 2 * 3 * 2 * 8 * 4 * 16
-    assert num_blocks_for(CONFIG, torch.float32, 16, 10 * size_bytes + 1) == 10
-    assert num_blocks_for(CONFIG, torch.float32, 16, 2 * size_bytes) == 2
-    with pytest.raises(CacheMemoryError, match=f"{2 * size_bytes - 1} bytes .* 1 blocks"):
-        num_blocks_for(CONFIG, torch.float32, 16, 2 * size_bytes - 1)
-
-
 def test_too_large_a_pool_is_refused_with_its_size() -> None:
     """A pool larger than the machine's memory is an error that says how large it would be."""
     with pytest.raises(CacheMemoryError, match=r"cannot allocate 17179869184 KV blocks .* GiB"):
         make(num_blocks=1 << 34)
+
+
+def test_a_pool_keeps_to_the_containers_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the container may still take is the bound, however much the machine has."""
+    monkeypatch.setattr(cache_module, "free_memory_bytes", lambda: 1 << 10)
+    with pytest.raises(CacheMemoryError, match="are available"):
+        make()
+
+
+def test_a_pool_has_two_blocks_at_least() -> None:
+    """Where less fits, the error says what a block takes."""
+    with pytest.raises(CacheMemoryError, match=r"1 KV blocks of 16 tokens \(3072 bytes\)"):
+        make(num_blocks=1)
+    assert make(num_blocks=2).num_blocks == 2

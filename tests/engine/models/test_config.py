@@ -165,8 +165,3 @@ def test_broken_file_is_named(tmp_path: Path, text: str | None) -> None:
         (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(ModelError, match=r"config\.json"):
         ModelConfig.from_dir(tmp_path)
-
-
-def test_kv_bytes_per_token() -> None:
-    """2 (K and V) x layers x KV heads x head dimension x bytes."""
-    assert read().kv_bytes_per_token(2) == 2 * 2 * 2 * 16 * 2

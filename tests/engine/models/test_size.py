@@ -25,7 +25,6 @@ def test_sizes_of_an_8b() -> None:
     assert group.bytes_per_token == 128 << 10
     assert group.bytes_per_block == 2 << 20
     assert group.num_layers == 32
-    assert group.bytes_per_token == LLAMA_8B.kv_bytes_per_token(2)
 
 
 def test_tokens_come_in_whole_blocks() -> None:
