@@ -130,6 +130,8 @@ class SequenceTable:
             sequence.held = True
             if sequence.submitted and self._may_run(sequence):
                 self._engine.send(Park(sequence.id))
+            if sequence is self._suspect:
+                self._next_suspect()  # parked, it would never speak
 
     def unpark(self, sequence: Sequence) -> None:
         if sequence.held:

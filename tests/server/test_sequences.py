@@ -261,6 +261,20 @@ def test_blame_falls_on_the_sequence_on_probation() -> None:
     assert [finish for name, _, finish in rig.owner.outputs if name != "bad" and finish] == []
 
 
+def test_a_parked_suspect_holds_up_nobody() -> None:
+    """Whoever waits behind the sequence on trial gets its turn when that one is parked."""
+    rig = Rig()
+    suspect = rig.add("a", key=None)
+    rig.add("b", key=None)
+    rig.table.engine_up()
+    rig.table.engine_down()
+    rig.engine.sent.clear()
+    rig.table.engine_up()
+    assert rig.engine.submitted() == ["a"]
+    rig.table.park(suspect)
+    assert rig.engine.submitted() == ["a", "b"]
+
+
 def test_an_innocent_that_speaks_between_deaths_is_never_blamed() -> None:
     """Strikes count only deaths before a word was said."""
     rig = Rig()
