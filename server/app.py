@@ -125,7 +125,7 @@ async def wait_ready(hub: Hub, on_loading: OnLoading) -> None:
     seen = (0, 0)
     while (stats := hub.stats()).engine_state != "ready":
         if stats.engine_state == "down":
-            raise EngineFailed(stats.engine_error or "the engine ended while it loaded")
+            raise EngineFailed(f"the engine could not start: {stats.engine_error}")
         if stats.loading != seen:
             seen = stats.loading
             on_loading(*seen)

@@ -72,10 +72,10 @@ async def test_readiness_is_waited_for_and_loading_is_told() -> None:
 
 
 async def test_an_engine_that_cannot_start_ends_the_server() -> None:
-    """The engine's own words are raised instead of waiting for ever."""
+    """Who ended and its own words are raised instead of waiting for ever."""
     hub = FakeHub()
-    hub.state = HubStats(engine_state="down", engine_error="missing tensor lm_head.weight")
-    with pytest.raises(EngineFailed, match="missing tensor"):
+    hub.state = HubStats(engine_state="down", engine_error="killed by signal 9")
+    with pytest.raises(EngineFailed, match="the engine could not start: killed by signal 9"):
         await wait_ready(cast(Hub, hub), lambda done, total: None)
 
 
