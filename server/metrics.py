@@ -6,7 +6,7 @@ Everything runs on the server's event loop.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -56,23 +56,6 @@ class LatencyHistogram:
         return family
 
 
-class _Monotone:
-    """An engine's counter as the server's: it goes on where an engine that died left it."""
-
-    def __init__(self, name: str, documentation: str, read: Callable[[EngineStats], int]) -> None:
-        self._name = name
-        self._documentation = documentation
-        self._read = read
-        self._last = 0
-        self._total = 0
-
-    def collect(self, stats: EngineStats) -> Metric:
-        value = self._read(stats)
-        self._total += value - self._last if value >= self._last else value
-        self._last = value
-        return CounterMetricFamily(self._name, self._documentation, value=self._total)
-
-
 class Metrics:
     """The server's metrics with their own registry. Is the `Observer` of the Hub."""
 
@@ -90,7 +73,6 @@ class Metrics:
         self._step = LatencyHistogram(
             "hillstar_step_seconds", "Duration of one step of the engine.", STEP_BOUNDS_S
         )
-        self._counters = _engine_counters()
         self.ttft = self._ttft.observe
         self.itl = self._itl.observe
         self.step = self._step.observe
@@ -104,8 +86,7 @@ class Metrics:
 
     def _families(self, stats: HubStats, num_connections: int) -> Iterator[Metric]:
         yield from _engine_gauges(stats.engine)
-        for counter in self._counters:
-            yield counter.collect(stats.engine)
+        yield from _engine_counters(stats.engine)
         for name, documentation, total in (
             ("hillstar_engine_restarts", "Engines that died.", stats.num_engine_restarts),
             ("hillstar_actor_restarts", "Session actors that failed.", stats.num_actor_restarts),
@@ -144,30 +125,23 @@ class _Page:
         return self._families
 
 
-def _engine_counters() -> list[_Monotone]:
-    return [
-        _Monotone(
-            "hillstar_prefill_tokens",
-            "Prompt tokens computed.",
-            lambda stats: stats.num_prefill_tokens_total,
-        ),
-        _Monotone(
+def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
+    for name, documentation, total in (
+        ("hillstar_prefill_tokens", "Prompt tokens computed.", stats.num_prefill_tokens_total),
+        (
             "hillstar_cached_tokens",
             "Prompt tokens whose KV was found.",
-            lambda stats: stats.num_cached_tokens_total,
+            stats.num_cached_tokens_total,
         ),
-        _Monotone(
-            "hillstar_generated_tokens",
-            "Output tokens.",
-            lambda stats: stats.num_generated_tokens_total,
-        ),
-        _Monotone(
+        ("hillstar_generated_tokens", "Output tokens.", stats.num_generated_tokens_total),
+        (
             "hillstar_preemptions",
             "Sequences that had to leave the batch.",
-            lambda stats: stats.num_preemptions_total,
+            stats.num_preemptions_total,
         ),
-        _Monotone("hillstar_steps", "Steps of the engine.", lambda stats: stats.num_steps_total),
-    ]
+        ("hillstar_steps", "Steps of the engine.", stats.num_steps_total),
+    ):
+        yield CounterMetricFamily(name, documentation, value=total)
 
 
 def _engine_gauges(stats: EngineStats) -> Iterator[Metric]:

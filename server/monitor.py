@@ -1,9 +1,13 @@
 """What is known of the engine: its state, its last words, its counters."""
 
+import msgspec
+
 from hillstar.engine.messages import EngineStats, Frame, Ready
 from hillstar.server.history import Historian
 from hillstar.server.ports import EngineState, Observer
 from hillstar.server.sequences import SequenceTable
+
+TOTALS = tuple(name for name in EngineStats.__struct_fields__ if name.endswith("_total"))
 
 
 class EngineMonitor:
@@ -17,8 +21,14 @@ class EngineMonitor:
         self.loading = (0, 0)
         self.ready: Ready | None = None
         self.error: str | None = None
-        self.stats = EngineStats()
         self.num_restarts = 0
+        self._last = EngineStats()  # of the engine that is up
+        self._before = dict.fromkeys(TOTALS, 0)  # what the dead ones had reached
+
+    @property
+    def stats(self) -> EngineStats:
+        """The gauges of the engine that is up; the totals of all engines so far."""
+        return msgspec.structs.replace(self._last, **self._totals())
 
     def engine_loading(self, done: int, total: int) -> None:
         self.loading = (done, total)
@@ -26,13 +36,13 @@ class EngineMonitor:
     def engine_up(self, ready: Ready) -> None:
         self.state = "ready"
         self.ready = ready
-        self.stats = EngineStats(blocks_free=ready.num_blocks)  # until its first frame
+        self._last = EngineStats(blocks_free=ready.num_blocks)  # until its first frame
         self.error = None
         self._historian.limit_context(ready.max_model_len)
         self._sequences.engine_up()
 
     def engine_frame(self, frame: Frame) -> None:
-        self.stats = frame.stats
+        self._last = frame.stats
         for seconds in frame.stats.step_seconds:
             self._observer.step(seconds)
         self._sequences.frame(frame)
@@ -40,6 +50,10 @@ class EngineMonitor:
     def engine_down(self, reason: str, *, was_up: bool) -> None:
         self.state = "down"
         self.error = reason
-        self.stats = EngineStats()
+        self._before = self._totals()
+        self._last = EngineStats()
         self.num_restarts += was_up
         self._sequences.engine_down()
+
+    def _totals(self) -> dict[str, int]:
+        return {name: getattr(self._last, name) + self._before[name] for name in TOTALS}

@@ -93,7 +93,7 @@ class HubStats:
     engine_state: EngineState = "starting"
     loading: tuple[int, int] = (0, 0)  # bytes of weights loaded, of how many
     ready: Ready | None = None  # the running engine's own words
-    engine: EngineStats = field(default_factory=EngineStats)  # of the last frame
+    engine: EngineStats = field(default_factory=EngineStats)  # totals of all engines
     engine_error: str | None = None  # why the last engine could not start
     num_engine_restarts: int = 0
     num_sessions: Mapping[str, int] = field(default_factory=dict)  # awake, parked, hibernated

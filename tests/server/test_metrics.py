@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -10,6 +11,8 @@ from hillstar.engine.messages import EngineStats
 from hillstar.server.logs import JsonFormatter, current_request_id
 from hillstar.server.metrics import LatencyHistogram, Metrics
 from hillstar.server.ports import HubStats
+from support.fake_engine import FakeEngine
+from support.hub_world import world
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -74,15 +77,26 @@ def test_gauges_are_of_this_instant() -> None:
     assert value(samples, "hillstar_ready") == 1
 
 
-def test_counters_go_on_over_an_engines_death() -> None:
-    """A fresh engine counts from 0; the page adds that to what the dead ones had reached."""
-    metrics = Metrics()
-    seen = []
-    for count in (10, 15, 0, 4, 4, 9):
-        stats = HubStats(engine=EngineStats(num_generated_tokens_total=count))
-        samples = scrape(metrics, stats)
-        seen.append(value(samples, "hillstar_generated_tokens_total"))
-    assert seen == [10, 15, 15, 19, 19, 24]
+async def test_counters_go_on_over_an_engines_death(tmp_path: Path) -> None:
+    """A fresh engine counts from 0; the page adds what the dead ones had reached, to the last."""
+    async with world(tmp_path, engine=FakeEngine(auto=False)) as made:
+        metrics = Metrics()
+
+        def total(name: str) -> float:
+            return value(scrape(metrics, made.hub.stats()), f"hillstar_{name}_total")
+
+        def frame(count: int) -> None:
+            made.engine.say(EngineStats(num_generated_tokens_total=count, num_steps_total=1))
+
+        frame(10)
+        assert total("generated_tokens") == 10
+        frame(15)  # nobody has looked when it dies
+        made.engine.die()
+        assert total("generated_tokens") == 15
+        frame(40)
+        made.engine.die()
+        frame(2)
+        assert (total("generated_tokens"), total("steps")) == (57, 3)
 
 
 def test_histograms_are_cumulative() -> None:

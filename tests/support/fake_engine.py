@@ -149,6 +149,11 @@ class FakeEngine:
         if self.restarts and self._listener is not None:
             self.come_up()
 
+    def say(self, stats: EngineStats) -> None:
+        """A frame that carries nothing but these counters."""
+        assert self._listener is not None
+        self._listener.engine_frame(Frame([], stats))
+
     def step(self) -> bool:
         """Take messages, then one step. False: nothing runs."""
         if not self.is_up or self._listener is None:
