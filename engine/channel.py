@@ -27,6 +27,10 @@ class ChannelClosed(Exception):
     """The other end is gone; nothing more will come or can be said."""
 
 
+class ChannelFull(Exception):
+    """The engine is too far behind with what it was told; nothing was added."""
+
+
 class Inbox(Protocol):
     """What the engine is told."""
 
@@ -197,14 +201,18 @@ class QueueChannel:
     `post` and `close` are the program's; it reads what the engine says from `outputs`.
     """
 
-    def __init__(self, *, max_outputs: int = 1024) -> None:
+    def __init__(self, *, max_outputs: int = 1024, max_messages: int = 65536) -> None:
+        """While `max_outputs` are unread, the engine waits; `max_messages` bounds `post`."""
         self.outputs: queue.Queue[FromEngine] = queue.Queue(max_outputs)
-        self._messages: queue.Queue[ToEngine | None] = queue.Queue()
+        self._messages: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self._max_messages = max_messages
         self._head: deque[ToEngine | None] = deque()  # taken by wait_readable, not handed out
         self._closed = False
 
     def post(self, message: ToEngine) -> None:
-        """Tell the engine something; from any thread."""
+        """Tell the engine something; from any thread. Raises ChannelFull, never blocks."""
+        if len(self._head) + self._messages.qsize() >= self._max_messages:
+            raise ChannelFull
         self._messages.put(message)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import sys
+from collections import deque
 from collections.abc import Sequence
 from typing import cast
 
@@ -32,6 +33,7 @@ FIRST_DELAY_S = 0.1  # before a dead engine's successor; doubled while none beco
 MAX_DELAY_S = 10.0
 CLOSE_TIMEOUT_S = 5.0  # for an engine to leave before it is killed
 MAX_LOG_LINE = 8192
+MAX_UNSENT_BYTES = 4 << 20  # for the engine, encoded; what is more waits as it is
 
 # The threads of a product meet hundreds of times a token. OpenMP lets them wait by spinning,
 # which takes the core from the very thread they wait for as soon as anything else runs there: a
@@ -152,7 +154,11 @@ class Bridge:
 
 
 class _Link(asyncio.Protocol):
-    """The socket to one engine: bytes to messages, messages to the listener."""
+    """The socket to one engine: bytes to messages, messages to the listener.
+
+    While the engine is slow to read, messages wait as the objects they are: their token ids are
+    their sessions', whose number is bounded, and nothing is copied for the socket's sake.
+    """
 
     def __init__(self, listener: EngineListener) -> None:
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -163,13 +169,24 @@ class _Link(asyncio.Protocol):
         self._frames = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._is_reading = True
+        self._is_full = False
+        self._waiting: deque[ToEngine] = deque()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        self._transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.closed.done():
             self.closed.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        while self._waiting and not self._is_full:
+            self.write(encode_message(self._waiting.popleft()))
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -180,7 +197,11 @@ class _Link(asyncio.Protocol):
             self.abort()
 
     def send(self, message: ToEngine) -> None:
-        self.write(encode_message(message))
+        """Say it once everything before it was said."""
+        if self._is_full:
+            self._waiting.append(message)
+        else:
+            self.write(encode_message(message))
 
     def write(self, data: bytes) -> None:
         if self._transport is not None and not self.closed.done():

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 import pytest
 
-from hillstar.engine.channel import ChannelClosed, QueueChannel, SocketChannel
+from hillstar.engine.channel import ChannelClosed, ChannelFull, QueueChannel, SocketChannel
 from hillstar.engine.framing import (
     FrameReader,
     decode_from_engine,
@@ -273,3 +273,21 @@ class TestSocketChannel:
             channel.send(Loading(1, 2))
             assert channel.flush(DEADLINE_S) and far.hear() == Loading(1, 2)
             channel.close()
+
+
+class TestQueueChannel:
+    def test_refuses_what_is_too_much(self) -> None:
+        """A full inbox raises and keeps what it has; the end can be told all the same."""
+        channel = QueueChannel(max_messages=2)
+        channel.post(Park("a"))
+        assert channel.wait_readable(0.0)
+        channel.post(Park("b"))
+        with pytest.raises(ChannelFull):
+            channel.post(Park("c"))
+        assert channel.receive_nowait() == [Park("a"), Park("b")]
+        channel.post(Park("d"))
+        channel.post(Park("e"))
+        channel.close()
+        assert channel.receive_nowait() == [Park("d"), Park("e")]
+        with pytest.raises(ChannelClosed):
+            channel.receive_nowait()

@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hillstar.engine.config import EngineConfig
-from hillstar.engine.messages import Frame, Ready, SamplingParams, Submit, pack_ids
+from hillstar.engine.framing import encode_message
+from hillstar.engine.messages import Frame, Ready, SamplingParams, Submit, ToEngine, pack_ids
 from hillstar.server import bridge as under_test
 from hillstar.server.bridge import Bridge
 from support.wait import until
@@ -114,6 +116,35 @@ async def test_an_engine_that_talks_nonsense_is_ended() -> None:
         await until(lambda: bool(heard.downs), 30)
         reason, was_up = heard.downs[0]
         assert "no message" in reason and was_up
+
+
+async def test_messages_to_an_engine_that_does_not_read_are_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Above a bound messages wait unencoded, and reach the engine in order once it reads."""
+    encoded: list[ToEngine] = []
+
+    def encode(message: ToEngine) -> bytes:
+        encoded.append(message)
+        return encode_message(message)
+
+    monkeypatch.setattr(under_test, "MAX_UNSENT_BYTES", 1 << 16)
+    monkeypatch.setattr(under_test, "encode_message", encode)
+    ids = pack_ids([1] * (1 << 14))
+    submits = [
+        msgspec.structs.replace(SUBMIT, sequence_id=f"s{i}", prompt_ids=ids) for i in range(64)
+    ]
+    async with bridged("talk") as (bridge, heard):
+        await until(lambda: bool(heard.ups), 30)
+        assert bridge.pid is not None
+        os.kill(bridge.pid, signal.SIGSTOP)
+        for submit in submits:
+            bridge.send(submit)
+        assert len(encoded) < 32
+        os.kill(bridge.pid, signal.SIGCONT)
+        await until(lambda: len(heard.frames) == len(submits), 30)
+        said = [frame.outputs[0].sequence_id for frame in heard.frames]
+        assert said == [submit.sequence_id for submit in submits]
 
 
 async def test_frames_wait_while_reading_is_paused(caplog: pytest.LogCaptureFixture) -> None:
