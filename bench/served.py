@@ -21,11 +21,11 @@ from hillstar.server.auth import KeyRing
 from hillstar.server.bridge import ENGINE_COMMAND, Bridge
 from hillstar.server.config import ServerConfig
 from hillstar.server.front import Front
+from hillstar.server.hub import Hub, HubLimits
 from hillstar.server.journal import Journal
 from hillstar.server.limits import SocketLimits
 from hillstar.server.listener import Server
 from hillstar.server.metrics import Metrics
-from hillstar.server.registry import Hub, HubLimits
 from hillstar.server.text import Tokenizer
 
 

@@ -21,11 +21,11 @@ from hillstar.server.auth import KeyRing
 from hillstar.server.bridge import Bridge
 from hillstar.server.config import ServerConfig
 from hillstar.server.front import Front
+from hillstar.server.hub import Hub
 from hillstar.server.journal import Journal
 from hillstar.server.limits import SocketLimits
 from hillstar.server.listener import Server
 from hillstar.server.metrics import Metrics
-from hillstar.server.registry import Hub
 from hillstar.server.text import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from hillstar.server.auth import KeyRing, OriginPolicy
 from hillstar.server.config import ServerConfig
+from hillstar.server.hub import Hub
 from hillstar.server.limits import (
     THREAD_PARSE_BYTES,
     ConnectionLimit,
@@ -14,7 +15,6 @@ from hillstar.server.limits import (
     SocketLimits,
 )
 from hillstar.server.metrics import Metrics
-from hillstar.server.registry import Hub
 
 T = TypeVar("T")
 D = TypeVar("D", bound=str | bytes)

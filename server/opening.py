@@ -8,7 +8,7 @@ import msgspec
 
 from hillstar.server.actor import Actor
 from hillstar.server.actors import ActorTable
-from hillstar.server.creates import CreateKeys, client_key
+from hillstar.server.create_keys import CreateKeys, client_key
 from hillstar.server.errors import ApiError, previous_response_not_found
 from hillstar.server.ids import new_id
 from hillstar.server.items import Message

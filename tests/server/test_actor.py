@@ -9,7 +9,7 @@ import pytest
 
 from hillstar.server import reads
 from hillstar.server.errors import ApiError
-from hillstar.server.registry import HubLimits
+from hillstar.server.hub import HubLimits
 from support.fake_engine import FakeEngine
 from support.fake_text import Letters
 from support.hub_world import ALICE, ask, world

@@ -13,8 +13,8 @@ from hillstar.server.app import EngineFailed, JournalFailed, Signals, until_told
 from hillstar.server.auth import KeyRing
 from hillstar.server.config import ServerConfig
 from hillstar.server.errors import ApiError
+from hillstar.server.hub import Hub
 from hillstar.server.ports import HubStats
-from hillstar.server.registry import Hub
 from support.fake_engine import FakeEngine
 from support.fake_hub import FakeHub
 from support.server import fake_engine_server, fake_hub_server

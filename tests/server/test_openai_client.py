@@ -17,7 +17,7 @@ from openai.lib.responses_websocket import (
 )
 from openai.types.websocket_reconnection import ReconnectingEvent
 
-from hillstar.server.registry import Hub
+from hillstar.server.hub import Hub
 from support.events import validate
 from support.fake_engine import FakeEngine
 from support.server import Running, fake_engine_server

@@ -9,10 +9,10 @@ from typing import Any
 
 from hillstar.server.errors import ApiError
 from hillstar.server.events import Event, TextDelta
+from hillstar.server.hub import Hub, HubLimits
 from hillstar.server.items import Message
 from hillstar.server.journal import Journal
 from hillstar.server.ports import Created, Principal
-from hillstar.server.registry import Hub, HubLimits
 from hillstar.server.request import CreateResponse, HillstarOptions
 from support.fake_engine import FakeEngine
 from support.fake_text import FakeText

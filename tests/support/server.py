@@ -9,11 +9,11 @@ from typing import Generic, TypeVar, cast
 from hillstar.server.auth import KeyRing
 from hillstar.server.config import ServerConfig
 from hillstar.server.front import Front
+from hillstar.server.hub import Hub
 from hillstar.server.journal import Journal
 from hillstar.server.limits import SocketLimits
 from hillstar.server.listener import Server
 from hillstar.server.metrics import Metrics
-from hillstar.server.registry import Hub
 from support.fake_engine import FakeEngine
 from support.fake_hub import FakeHub
 from support.fake_text import FakeText

@@ -9,9 +9,9 @@ import pytest
 
 from hillstar.engine.messages import Park, Release, Unpark, pack_ids, unpack_ids
 from hillstar.server.errors import ApiError, storage_unavailable
+from hillstar.server.hub import HubLimits
 from hillstar.server.leases import WriterLeases
 from hillstar.server.records import EraseTurns, Write
-from hillstar.server.registry import HubLimits
 from support.fake_engine import FakeEngine
 from support.hub_world import ALICE, BOB, Listener, Socket, World, ask, world
 from support.wait import until

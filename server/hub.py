@@ -14,11 +14,11 @@ from typing import Any
 from hillstar.server import reads
 from hillstar.server.actors import ActorTable
 from hillstar.server.conversation import Services
-from hillstar.server.creates import CreateKeys
+from hillstar.server.create_keys import CreateKeys
+from hillstar.server.deletion import Deletion
 from hillstar.server.directory import Directory
 from hillstar.server.engineport import Engine
 from hillstar.server.errors import (
-    response_not_found,
     server_draining,
     storage_unavailable,
 )
@@ -29,10 +29,7 @@ from hillstar.server.leases import WriterLeases
 from hillstar.server.lookup import Lookup
 from hillstar.server.mail import (
     AwaitEnd,
-    Close,
-    Erased,
     FollowIt,
-    Forget,
     Mail,
     Show,
     ShowInput,
@@ -49,7 +46,7 @@ from hillstar.server.ports import (
     Principal,
     Scope,
 )
-from hillstar.server.records import EraseTurns, OpenConversation, TurnRow
+from hillstar.server.records import OpenConversation, TurnRow
 from hillstar.server.request import CreateResponse
 from hillstar.server.resource import input_items
 from hillstar.server.sequences import SequenceTable
@@ -110,6 +107,9 @@ class Hub:
             idle_timeout_s=limits.idle_timeout_s,
         )
         self._lookup = Lookup(journal, self._directory, self._actors)
+        self._deletion = Deletion(
+            journal, self._directory, self._lookup, self._actors, self._sequences
+        )
         self._opening = Opening(self._lookup, self._actors, self._keys, model_name=model_name)
         self._is_draining = False
         self._sweeper: asyncio.TimerHandle | None = None
@@ -276,26 +276,7 @@ class Hub:
         Raises response_not_found.
         """
         await self._await_end(principal, response_id, cancel=True)
-        place = self._directory.find(response_id)
-        if place is not None:  # kept in memory only
-
-            def forget(answer: "asyncio.Future[bool]") -> Mail:
-                return Forget(response_id, answer)
-
-            await self._lookup.ask(self._actors.get(place.conversation_id), forget)
-            return
-        row = await self._journal.read(reads.load_turn, response_id)
-        if row is None:
-            raise response_not_found(response_id)
-        ids = await self._journal.read(reads.conversations_upon, response_id)
-        await self._journal.stored(EraseTurns((response_id,)))
-        last_id = await self._journal.read(reads.last_in_history, row.conversation_id)
-        for conversation_id in ids:
-            actor = self._actors.active(conversation_id)
-            if actor is not None:
-                actor.tell(Erased(response_id, last_id))
-            if actor is None or actor.session is None or actor.session.is_idle:
-                self._sequences.release(conversation_id, erase=True)
+        await self._deletion.response(response_id)
 
     async def create_conversation(
         self,
@@ -323,18 +304,7 @@ class Hub:
 
         Raises conversation_not_found, storage_unavailable.
         """
-        await self._lookup.conversation(principal, conversation_id)
-        actor = self._actors.get(conversation_id)
-        closed: asyncio.Future[None] = self._loop.create_future()
-        actor.tell(Close(closed))
-        await closed
-        try:
-            await self._journal.stored(EraseTurns((), conversation_id))
-            # Of deletions that came at once only the first finds the actor in its place.
-            self._actors.num_stored -= self._actors.active(conversation_id) is actor
-        finally:
-            self._actors.drop(actor)  # where nothing was erased, the next one takes turns again
-        self._sequences.release(conversation_id, erase=True)
+        await self._deletion.conversation(principal, conversation_id)
 
     async def hint(
         self,
