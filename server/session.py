@@ -7,7 +7,6 @@ may continue the conversation and what must fork. How a single turn goes is `cou
 import asyncio
 import secrets
 import time
-from dataclasses import replace
 
 import msgspec
 
@@ -21,7 +20,6 @@ from hillstar.server.errors import (
     previous_response_not_found,
     server_overloaded,
 )
-from hillstar.server.history import decode_request
 from hillstar.server.ids import new_id
 from hillstar.server.live import LiveTurn, Phase
 from hillstar.server.mail import (
@@ -48,6 +46,7 @@ from hillstar.server.mail import (
 from hillstar.server.ports import Followed, Scope
 from hillstar.server.reads import Place
 from hillstar.server.records import NOT_STORED, TurnRow
+from hillstar.server.recovery import give_up, set_down, take_up
 
 MAX_QUEUED_TURNS = 64  # of one conversation
 
@@ -145,7 +144,13 @@ class Session:
             self._is_closing, self._closing = old._is_closing, old._closing
         for row in rows:
             before = old._turns.get(row.id) if old is not None else None
-            self._restore_turn(row, before, failed)
+            self._turns[row.id] = take_up(
+                row,
+                before,
+                self._services,
+                is_durable=self._conversation.is_durable,
+                failed=failed,
+            )
         for turn in self.turns:
             if failed:
                 self._course.end(
@@ -153,47 +158,13 @@ class Session:
                 )
         self._advance()
 
-    def _restore_turn(self, row: TurnRow, before: LiveTurn | None, failed: bool) -> None:
-        services = self._services
-        if failed and before is not None:
-            row = replace(row, output_ids=row.output_ids[: 4 * before.num_handled])
-        request = decode_request(row.request)
-        stream = services.historian.stream(row, request)
-        turn = LiveTurn(row, request, stream, Phase.QUEUED, services.loop.time())
-        services.directory.adopt(Place(row.id, row.conversation_id, row.tenant))
-        self._turns[row.id] = turn
-        turn.restore(before)
-        if before is None:
-            turn.is_cancelled = request.on_disconnect == "cancel"
-            turn.is_paused = request.on_disconnect == "pause"
-        elif failed or not self._conversation.is_durable:
-            turn.prepared = before.prepared
-
     def abandon(self) -> tuple[TurnRow, ...]:
-        """Stop everything that runs; the rows of the stored turns, as far as memory knows them.
-
-        Creates that still wait for storage are told to try again.
-        """
-        rows: list[TurnRow] = []
-        for turn in self.turns:
-            turn.phase = Phase.ENDED  # here; what is still on its way to it is for nobody
-            if turn.sequence is not None:
-                self._services.sequences.discard(turn.sequence)
-            if turn.is_stored:
-                logprobs = turn.sequence.logprobs if turn.sequence is not None else []
-                chunks = (encode(logprobs),) if logprobs else turn.row.logprobs
-                said = turn.sequence.output_ids if turn.sequence else turn.row.output_ids
-                rows.append(replace(turn.row, output_ids=bytes(said), logprobs=chunks))
-            else:
-                turn.reject(server_overloaded("The session failed; try again."))
-                self._services.directory.ended(turn.id, keep=False)
-        return tuple(rows)
+        """Stop everything that runs; the rows of the stored turns, as far as memory knows them."""
+        return set_down(self.turns, self._services)
 
     def fail(self, error: ApiError) -> None:
         """After `abandon`, where no other session follows: answer everybody who still waits."""
-        for turn in self.turns:
-            turn.lose(error)
-            self._services.directory.ended(turn.id, keep=False)
+        give_up(self.turns, self._services, error)
         self._turns.clear()
         self._answer_closing()
 
