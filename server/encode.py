@@ -14,39 +14,30 @@ from hillstar.server.events import Event, Notice, TextDelta
 from hillstar.server.wire import Protocol
 
 
-class _Delta(
+class _AnyDelta(
     msgspec.Struct,
     tag_field="type",
     tag="response.output_text.delta",
     omit_defaults=True,
     gc=False,
 ):
-    """A delta as OpenAI writes it."""
-
     sequence_number: int
     item_id: str
     output_index: int
     content_index: int
     delta: str
     logprobs: Sequence[dict[str, Any]]
+
+
+class _Delta(_AnyDelta):
+    """A delta as OpenAI writes it."""
+
     stream_id: str | None = None
 
 
-class _CoveredDelta(
-    msgspec.Struct,
-    tag_field="type",
-    tag="response.output_text.delta",
-    omit_defaults=True,
-    gc=False,
-):
+class _CoveredDelta(_AnyDelta):
     """A delta with the tokens it covers."""
 
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int
-    delta: str
-    logprobs: Sequence[dict[str, Any]]
     first_token: int
     num_tokens: int
     stream_id: str | None = None
