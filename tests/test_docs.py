@@ -47,6 +47,22 @@ def test_every_error_code_is_documented() -> None:
     assert codes <= documented_codes(), f"not documented: {sorted(codes - documented_codes())}"
 
 
+def test_the_map_names_every_module() -> None:
+    """docs/architecture.md's map has each module under its folder, and none that is not there."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    block = text.partition("```\n")[2].partition("```")[0]
+    _, *parts = re.split(r"^([a-z/]+)/(?=\s)", block, flags=re.MULTILINE)
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert set(sections) == {"clients", "server", "engine", "kernels", "src/hillstar"}
+    for folder, section in sections.items():
+        named = {Path(name).name for name in re.findall(r"[\w/]+\.py", section)}
+        if folder == "kernels":  # there a file is named for what its kernel computes
+            assert not named
+            continue
+        files = {path.name for path in (ROOT / folder).rglob("*.py")} - {"__init__.py"}
+        assert named == files, f"{folder}: {sorted(named ^ files)}"
+
+
 def test_every_setting_of_serve_is_in_the_readme() -> None:
     """The README's table of settings is complete and names none that does not exist."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
