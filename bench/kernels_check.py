@@ -21,13 +21,8 @@ import torch
 
 from common import copy_ceiling_bytes_s, finish, report
 from hillstar.kernels.activation import swiglu, swiglu_reference
-from hillstar.kernels.attention import (
-    Tiling,
-    Tuning,
-    choose_tuning,
-    paged_attention,
-    paged_attention_reference,
-)
+from hillstar.kernels.attention import paged_attention, paged_attention_reference
+from hillstar.kernels.attention_tuning import Tiling, Tuning, choose_tuning
 from hillstar.kernels.noise import noise_keys
 from hillstar.kernels.norm import rms_norm, rms_norm_reference
 from hillstar.kernels.penalties import apply_penalties, apply_penalties_reference

@@ -95,7 +95,7 @@ def tunings(shape: str, num_tokens: int) -> list[Tuning]:
     if num_tokens == 1:
         found = [*vector_tunings(SHAPES[shape][1], shape == "gate_up"), found[0], found[1]]
     chosen = default_tuning(shape, num_tokens)
-    return [*dict.fromkeys([*found, *([chosen] if chosen else [])])]
+    return [*dict.fromkeys([*found, *([replace(chosen, pdl=False)] if chosen else [])])]
 
 
 class Sweep:

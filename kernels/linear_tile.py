@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hillstar.kernels.jit import jit, jit_with
+from hillstar.kernels.pdl import prefetch
 
 
 @jit
@@ -36,19 +37,6 @@ def _load_weights(
     if K % BLOCK_K == 0:
         return tl.load(where + columns, eviction_policy="evict_first")
     return tl.load(where + columns, mask=columns < K, other=0.0, eviction_policy="evict_first")
-
-
-@jit
-def _prefetch(where: tl.tensor, num_bytes: tl.tensor) -> None:
-    """Ask the L2 cache for `num_bytes` (a multiple of 16) from each of the addresses."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-        "=r,l,r",
-        [where, num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @jit_with(do_not_specialize=["num_tokens"])
@@ -95,9 +83,9 @@ def tile_kernel(
         if PREFETCH > 0:
             size = tl.minimum(end - begin, PREFETCH) * ITEMSIZE
             if size > 0:
-                _prefetch(gates + begin, tl.zeros([BLOCK_N], tl.int32) + size)
+                prefetch(gates + begin, tl.zeros([BLOCK_N], tl.int32) + size)
                 if GLU:
-                    _prefetch(ups + begin, tl.zeros([BLOCK_N], tl.int32) + size)
+                    prefetch(ups + begin, tl.zeros([BLOCK_N], tl.int32) + size)
         gdc_wait()
 
     tokens = tl.arange(0, BLOCK_M)

@@ -19,8 +19,27 @@ plainly (as all of torch's are), and that one before the first of these.
 """
 
 import torch
+import triton.language as tl
+
+from hillstar.kernels.jit import jit
 
 
 def has_pdl(device: torch.device) -> bool:
     """Whether kernels on the device may be launched so: from sm_90 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@jit
+def prefetch(where: tl.tensor, num_bytes: tl.tensor) -> None:
+    """Ask the L2 cache for `num_bytes` from each of the addresses, both multiples of 16.
+
+    The program reads nothing by it: it is no harm where another kernel still writes.
+    """
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r",
+        [where, num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -16,6 +16,8 @@ from hillstar.kernels.linear_tuning import choose_tuning, folds_norm
 from hillstar.kernels.norm import rms_norm
 from hillstar.kernels.rope import rope_store
 
+_MAX_TILES = 4096  # of a split launch: splits are for grids smaller than the device
+
 
 class TritonOps:
     """`Ops` on one CUDA device."""
@@ -23,7 +25,7 @@ class TritonOps:
     def __init__(self, config: ModelConfig, embedding: torch.Tensor) -> None:
         """embedding: on the device and of the dtype of all weights."""
         self._eps = config.rms_norm_eps
-        self._counters = torch.zeros(4096, dtype=torch.int32, device=embedding.device)
+        self._counters = torch.zeros(_MAX_TILES, dtype=torch.int32, device=embedding.device)
         self.residual_dtype = embedding.dtype
 
     def read(
@@ -87,6 +89,7 @@ class PagedAttention:
         self._config = config
         self._layers = tuple(cache.layer(index) for index in range(config.num_layers))
         self._cos_sin = rope_table(config.rope, config.head_dim, max_position).to(device)
+        self._counters = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
         self.block_size = cache.pool.shape[4]
 
     def step(self, batch: DeviceBatch) -> Attend:
@@ -117,6 +120,7 @@ class PagedAttention:
                 max_q_len=batch.max_q_len,
                 max_context_len=batch.max_context_len,
                 window=config.sliding_window or 0,
+                counters=self._counters,
             ).flatten(1)
 
         return attend

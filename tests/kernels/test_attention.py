@@ -7,14 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hillstar.kernels.attention import (
-    Tiling,
-    Tuning,
-    choose_num_splits,
-    choose_tuning,
-    paged_attention,
-    paged_attention_reference,
-)
+from hillstar.kernels.attention import paged_attention, paged_attention_reference
+from hillstar.kernels.attention_tuning import Tiling, Tuning, choose_num_splits, choose_tuning
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 SMALL = Tuning(Tiling(16, 16, 4, 2), Tiling(16, 16, 4, 2), num_splits=1)
@@ -171,16 +165,17 @@ def test_neighbours_do_not_change_a_row(generator: torch.Generator, num_splits: 
         assert torch.equal(paged_attention(**alone), whole[begin:end])
 
 
-def test_workspace_is_used_and_checked(generator: torch.Generator) -> None:
-    """A given workspace holds the partial results; one too small is refused by size."""
-    arguments = case(Shape(4, 2, 32, 16), [(1, 60)], generator)
+def test_a_split_launch_leaves_the_counters_as_it_found_them(generator: torch.Generator) -> None:
+    """One tensor of zeros serves one split launch after the other, with the same bits each time;
+    one too small is refused by size."""
+    arguments = case(Shape(4, 2, 32, 16), [(1, 60), (0, 0), (3, 40)], generator)
     arguments["tuning"] = replace(SMALL, num_splits=4)
-    needed = 1 * 2 * 4 * 16 * (32 + 1)  # slots, KV heads, splits, tile rows, head dim and lse
-    workspace = torch.full((needed,), float("nan"), device=generator.device)
-    check(arguments | {"workspace": workspace})
-    assert not workspace.isnan().all()
-    with pytest.raises(ValueError, match=f"^workspace: .* at least {needed}$"):
-        paged_attention(**arguments | {"workspace": workspace[1:]})
+    counters = torch.zeros(3 * 2, dtype=torch.int32, device=generator.device)
+    first, second = (check(arguments | {"counters": counters}) for _ in range(2))
+    assert not counters.any()
+    assert torch.equal(first, second)
+    with pytest.raises(ValueError, match=r"^counters: 5 elements; expected at least 6$"):
+        paged_attention(**arguments | {"counters": counters[1:]})
 
 
 def test_no_tokens_is_no_work(generator: torch.Generator) -> None:
@@ -190,13 +185,13 @@ def test_no_tokens_is_no_work(generator: torch.Generator) -> None:
 
 
 def test_splits_fill_the_device_and_no_more() -> None:
-    """Splits are powers of two; none for a full grid or a short context."""
-    assert choose_num_splits(8, 256, 132) == 1
-    assert choose_num_splits(8, 512, 132) == 4
-    assert choose_num_splits(8, 32768, 132) == 32
-    assert choose_num_splits(128, 2048, 132) == 2
-    assert choose_num_splits(512, 2048, 132) == 1
-    assert choose_num_splits(1 << 20, 1 << 20, 132) == 1
+    """Splits are powers of two; none for a full grid or a context of one tile."""
+    assert choose_num_splits(8, 64, 64, 132) == 1
+    assert choose_num_splits(8, 512, 64, 132) == 8
+    assert choose_num_splits(8, 32768, 64, 132) == 32
+    assert choose_num_splits(128, 2048, 64, 132) == 2
+    assert choose_num_splits(512, 2048, 64, 132) == 1
+    assert choose_num_splits(1 << 20, 1 << 20, 64, 132) == 1
 
 
 def test_tilings_hold_a_group() -> None:
@@ -240,7 +235,7 @@ def test_offsets_pass_32_bits(generator: torch.Generator) -> None:
         ("context_lens", torch.zeros(2, dtype=torch.int32)),
         ("max_context_len", 1000),
         ("window", -1),
-        ("workspace", torch.zeros(9, dtype=torch.float16)),
+        ("counters", torch.zeros(9, dtype=torch.float16)),
     ],
 )
 def test_a_wrong_argument_is_named(
@@ -251,6 +246,7 @@ def test_a_wrong_argument_is_named(
 ) -> None:
     """A wrong shape, dtype, stride or value raises a ValueError that names the argument."""
     arguments = case(Shape(4, 2, 32, 16), [(1, 20)], generator)
+    arguments["tuning"] = replace(SMALL, num_splits=2)
     wrong = moved(bad) if isinstance(bad, torch.Tensor) else bad
     with pytest.raises(ValueError, match=f"^{argument}: "):
         paged_attention(**arguments | {argument: wrong})
