@@ -1,20 +1,13 @@
 """Kernel tests run compiled where there is a CUDA device, in Triton's interpreter elsewhere.
 
-Triton decides when a kernel is decorated, so the variable is set before any kernel is imported.
+`tests/conftest.py` sets Triton's variable before anything imports it.
 """
 
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    # Kernels imported by another test module without the variable would not be interpreted.
-    assert "hillstar.kernels.jit" not in sys.modules or "TRITON_INTERPRET" in os.environ
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
