@@ -11,7 +11,8 @@
 * sessions: resident memory for a conversation of one turn, while its actor idles in memory and
   when it was passivated.
 * b1: one stream of the default model, bf16: the time of a token through the server and a socket
-  over that in the engine's loop alone, in turn.
+  over that in the engine's loop alone, in turn; and the server's processor time over the
+  latter, which bounds what it adds and does not depend on what else runs on the machine.
 
 Every stream is checked (`raw_streams`); a run with a fault has no figures.
 """
@@ -204,8 +205,10 @@ def streams(stage: Stage, repeats: int) -> dict[str, Any]:
         ("lanes", "hillstar.v1.msgpack", NUM_STREAMS // 16, 16),
     ):
         used: dict[int, list[tuple[float, int]]] = {NUM_SHORT: [], NUM_LONG: []}
+        speeds: list[float] = []
         with stage.server(engine=stage.scripted(NUM_STREAMS, PACE_S)) as served:
             for repeat in range(repeats + 1):
+                speeds.append(ceilings()["python_loop_ns"])
                 for num_tokens, results in used.items():
                     if repeat == 0 and num_tokens == NUM_LONG:
                         continue  # one short run warms up
@@ -224,6 +227,7 @@ def streams(stage: Stage, repeats: int) -> dict[str, Any]:
             1e6 * (long_s - short_s) / (many - few)
             for (long_s, many), (short_s, few) in zip(used[NUM_LONG], used[NUM_SHORT], strict=True)
         ]
+        figures[f"python_loop_ns_at_{name}"] = speeds
         figures[f"us_per_token_{name}"] = round(statistics.median(whole), 2)
         figures[f"us_per_token_{name}_range"] = [round(min(whole), 2), round(max(whole), 2)]
         figures[f"us_per_token_{name}_steady"] = round(statistics.median(steady), 2)
@@ -272,6 +276,7 @@ def b1(stage: Stage, repeats: int) -> dict[str, Any]:
     """The time of a token at batch 1 through everything, and in the engine's loop alone."""
     through: list[float] = []
     alone: list[float] = []
+    cpu: list[float] = []
     loop = Child("engine_alone.py", str(stage.model), PROMPT, str(NUM_B1))
     try:
         expected = json.loads(loop.hear())
@@ -279,9 +284,12 @@ def b1(stage: Stage, repeats: int) -> dict[str, Any]:
             for repeat in range(repeats + 1):
                 loop.tell()
                 alone_s = float(loop.hear())
+                before_s = served.cpu_s()
                 text, through_s = asyncio.run(_generate(served.url))
+                cpu_s = served.cpu_s() - before_s
                 assert text == expected, "the server said something else than the loop"
                 if repeat:
+                    cpu.append(cpu_s / NUM_B1)
                     alone.append(alone_s / (NUM_B1 - 1))
                     through.append(through_s / (NUM_B1 - 1))
                     stage.num_checked += 1
@@ -294,6 +302,8 @@ def b1(stage: Stage, repeats: int) -> dict[str, Any]:
         "b1_server_ms_per_token": round(1000 * statistics.median(through), 3),
         "b1_loop_ms_per_token": round(1000 * statistics.median(alone), 3),
         "b1_ratio": round(statistics.median(ratios), 3),
+        "b1_server_cpu_ms_per_token": round(1000 * statistics.median(cpu), 3),
+        "b1_server_cpu_share": round(statistics.median(cpu) / statistics.median(alone), 4),
     }
 
 
@@ -327,8 +337,8 @@ def _wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 def ceilings() -> dict[str, float]:
-    """What the machine gives at the moment, in processor time: a turn of an empty Python loop
-    (30 ns on a quiet machine; the figures go with it), a bare send on loopback."""
+    """What the machine gives at the moment, in processor time: one turn of an empty Python loop
+    and a bare send on loopback. On a shared machine the figures rise and fall with the first."""
 
     def loop() -> None:
         total = 0

@@ -7,7 +7,9 @@ bf16, one sequence, and prints the seconds from the first token to the last. The
 prints is the text they make, as JSON.
 """
 
+import gc
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -36,6 +38,8 @@ def main() -> None:
     weights = load_weights(folder, model, dtype=torch.bfloat16)
     channel = QueueChannel()
     engine = assemble(config, model, weights, inbox=channel, outbox=channel)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # these two as the engine process does
+    gc.freeze()
     tokenizer = Tokenizer(folder)
     request = CreateResponse(input=(Message("user", (text,)),))
     prompt = tokenizer.build_prompt(None, request, max_model_len=MAX_MODEL_LEN)
