@@ -67,42 +67,54 @@ class Driver:
         )
         self._channel = QueueChannel()
         self._engine = assemble(config, model, weights, inbox=self._channel, outbox=self._channel)
-        self._num_submitted = 0
+        self._base = 0  # sequences before those submitted last
+        self._tokens: list[list[int]] = []
+        self._first_s: list[float] = []
+        self._num_running = 0
 
     def run(self, prompts: list[np.ndarray], num_tokens: int, lease: str | None = None) -> Result:
         """All requests at once, until the last one's last token."""
-        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        base = self._num_submitted
-        self._num_submitted += len(prompts)
         start = time.perf_counter()
+        self.submit(prompts, num_tokens, lease)
+        self.drain()
+        total_s = time.perf_counter() - start
+        torch.cuda.synchronize()  # a step in flight feeds no one
+        return Result([s - start for s in self._first_s], total_s, self._tokens)
+
+    def submit(self, prompts: list[np.ndarray], num_tokens: int, lease: str | None = None) -> None:
+        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        self._base += len(self._tokens)
+        self._tokens = [[] for _ in prompts]
+        self._first_s = [0.0] * len(prompts)
+        self._num_running = len(prompts)
         for i, prompt in enumerate(prompts):
             self._channel.post(
                 Submit(
-                    sequence_id=str(base + i),
+                    sequence_id=str(self._base + i),
                     prompt_ids=pack_ids(prompt),
                     params=params,
                     lease_id=lease,
                 )
             )
-        tokens: list[list[int]] = [[] for _ in prompts]
-        first_s = [0.0] * len(prompts)
-        num_running = len(prompts)
-        while num_running:
-            self._engine.loop.step()
-            while not self._channel.outputs.empty():
-                frame = self._channel.outputs.get_nowait()
-                assert isinstance(frame, Frame), "the loop only sends frames"
-                for output in frame.outputs:
-                    index = int(output.sequence_id) - base
-                    if not tokens[index]:
-                        first_s[index] = time.perf_counter() - start
-                    tokens[index] += output.token_ids
-                    if output.finish is not None:
-                        assert output.finish.reason == "length", output.finish
-                        num_running -= 1
-        total_s = time.perf_counter() - start
-        torch.cuda.synchronize()  # a step in flight feeds no one
-        return Result(first_s, total_s, tokens)
+
+    def drain(self) -> None:
+        """Step until all that was submitted has ended."""
+        while self._num_running:
+            self.step()
+
+    def step(self) -> None:
+        self._engine.loop.step()
+        while not self._channel.outputs.empty():
+            frame = self._channel.outputs.get_nowait()
+            assert isinstance(frame, Frame), "the loop only sends frames"
+            for output in frame.outputs:
+                index = int(output.sequence_id) - self._base
+                if not self._tokens[index]:
+                    self._first_s[index] = time.perf_counter()
+                self._tokens[index] += output.token_ids
+                if output.finish is not None:
+                    assert output.finish.reason == "length", output.finish
+                    self._num_running -= 1
 
 
 def make_reference() -> LlamaForCausalLM:
@@ -198,16 +210,25 @@ class Bench:
         return statistics.median(times[2:]) * 1e3
 
     def idle_share(self, count: int) -> float:
-        """Of a span of decode steps, the share in which the GPU did nothing."""
+        """Of a span of decode steps, the share in which no kernel and no copy ran.
+
+        The device's activity is traced for some steps in the middle of a run; tracing slows the
+        host, so the share is an upper bound.
+        """
+        schedule = torch.profiler.schedule(wait=0, warmup=0, active=1)
         activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
-            self._driver.run(self.prompts(count, 64), 48)
+        self._driver.submit(self.prompts(count, 64), 96)
+        for _ in range(24):
+            self._driver.step()
+        with torch.profiler.profile(activities=activities, schedule=schedule) as profile:
+            for _ in range(32):
+                self._driver.step()
+        self._driver.drain()
         spans = sorted(
             (event.time_range.start, event.time_range.end)
             for event in profile.events() or ()
             if event.device_type == torch.autograd.DeviceType.CUDA
         )
-        spans = spans[len(spans) // 3 :]  # behind the prefill
         begin, covered, end = spans[0][0], 0.0, spans[0][0]
         for left, right in spans:
             covered += max(0.0, right - max(left, end))

@@ -23,7 +23,7 @@ class CpuForward:
         max_position: int,
         last_tokens: torch.Tensor,
     ) -> None:
-        """last_tokens: int64 `[max_num_seqs]`, the last sampled token of every row."""
+        """last_tokens: int32 `[max_num_seqs]`, the last sampled token of every row."""
         ops = TorchOps(config, dtype=weights.embedding.dtype, max_position=max_position)
         self._decoder = Decoder(config, weights, ops)
         self._attention = ops.attention(cache)

@@ -155,7 +155,7 @@ class CudaForward:
         max_position: int,
         last_tokens: torch.Tensor,
     ) -> None:
-        """Captures the graphs. last_tokens: int64 `[max_num_seqs]` on the device, the last
+        """Captures the graphs. last_tokens: int32 `[max_num_seqs]` on the device, the last
         sampled token of every row."""
         self._device = last_tokens.device
         self._decoder = Decoder(config, weights, TritonOps(config, weights.embedding))
@@ -175,18 +175,26 @@ class CudaForward:
         num_sampled = len(batch.sample_rows)
         for graph in self._graphs:
             if graph.shape.holds(shape):
-                return graph.replay(StepInputs.pack(batch, graph.shape))[:num_sampled]
-        inputs = StepInputs.of(to_device(StepInputs.pack(batch, shape), self._device), shape)
-        return self._body(inputs, shape, num_sampled)
+                logits = graph.replay(StepInputs.pack(batch, graph.shape))
+                break
+        else:
+            packed = to_device(StepInputs.pack(batch, shape), self._device)
+            logits = self._body(StepInputs.of(packed, shape), shape, num_sampled)
+        if shape.max_q_len == 1 and num_sampled < shape.num_rows:
+            return logits[to_device(batch.sample_rows, self._device)]
+        return logits[:num_sampled]
 
     def _body(self, inputs: StepInputs, shape: Shape, num_sampled: int) -> torch.Tensor:
-        """Embedding to logits: what is captured, and what runs as it is."""
-        last = self._last_tokens[inputs.token_rows]
+        """Embedding to logits: what is captured, and what runs as it is.
+
+        Logits of the tokens that are sampled from; of all tokens where each row feeds one.
+        """
+        last = self._last_tokens.index_select(0, inputs.token_rows)
         token_ids = torch.where(inputs.token_ids < 0, last, inputs.token_ids)
         attend = self._attention.step(
             DeviceBatch(
                 positions=inputs.positions,
-                slot_mapping=inputs.slots.long(),
+                slot_mapping=inputs.slots,
                 block_tables=self._tables.tables.index_select(0, inputs.rows),
                 cu_seqlens_q=inputs.cu_seqlens_q,
                 context_lens=inputs.context_lens,
@@ -194,7 +202,8 @@ class CudaForward:
                 max_context_len=shape.max_context_len,
             )
         )
-        return self._decoder.forward(token_ids, inputs.sampled[:num_sampled], attend)
+        sampled = None if shape.max_q_len == 1 else inputs.sampled[:num_sampled]
+        return self._decoder.forward(token_ids, sampled, attend)
 
     @torch.inference_mode()
     def _capture_all(self, shapes: Iterable[Shape]) -> tuple["_Graph", ...]:

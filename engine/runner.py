@@ -41,7 +41,7 @@ class TorchRunner:
         self._device = weights.embedding.device
         assert self._device.type == torch.device(device).type, "weights lie on the device"
         self._cache = cache
-        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
+        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=self._device)
         self._forward, choose = _device_parts(
             config,
             weights,
@@ -81,7 +81,7 @@ class TorchRunner:
             return Sampled(torch.empty(0, dtype=torch.int64))
         rows = batch.rows[batch.sample_rows]
         result = self._sampler.sample(logits, rows, batch.context_lens[batch.sample_rows])
-        self._last_tokens[to_device(rows, self._device)] = result.token_ids
+        self._last_tokens[to_device(rows, self._device)] = result.token_ids.int()
         return result
 
 

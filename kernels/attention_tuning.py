@@ -47,6 +47,11 @@ def choose_tuning(group_size: int, head_dim: int, itemsize: int) -> Tuning:
 
 
 def choose_num_splits(num_programs: int, max_context_len: int, block_n: int, num_sms: int) -> int:
-    """A power of two that fills two programs an SM, with at least a tile a split."""
-    splits = min(2 * num_sms // num_programs, max_context_len // block_n, 64)
+    """A power of two that fills the device, with at least a tile a split.
+
+    Two programs an SM; one where few rows are split so often that merging the parts costs more
+    than the second program brings (one row in 16 parts instead of 32: 4.16 ms a step to 4.14).
+    """
+    slots = num_sms if 8 * num_programs <= num_sms else 2 * num_sms
+    splits = min(slots // num_programs, max_context_len // block_n, 64)
     return 1 << max(0, splits.bit_length() - 1)
