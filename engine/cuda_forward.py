@@ -27,7 +27,8 @@ from hillstar.engine.transfer import to_device
 _DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _SHORT_CONTEXTS = (512, 4096)  # of few rows, whose context is split the more the longer it is
 _FEW_ROWS = 4
-_TURN_TOKENS = (32, 64, 128, 256)  # a short prefill: a session's next turn
+# A short prefill: a session's next turn, which begins with the last token of the one before.
+_TURN_TOKENS = (32, 64, 80, 128, 256)
 _TURN_ROWS = (1, 8)
 
 
