@@ -4,7 +4,7 @@
 
 Three workloads, bf16, greedy, random prompts (new ones each time: nothing is found in the prefix
 cache), each engine given the same prompts in turn, medians of the repeats:
-* b1: one request, 32 tokens in, 128 out; b8: eight of them at once. Output tokens a second, the
+* b1: one request, 128 tokens in, 128 out; b8: eight of them at once. Output tokens a second, the
   prefill included.
 * prefill: one request of 1,024 tokens in, 1 out. Prompt tokens a second.
 
@@ -38,7 +38,7 @@ from hillstar.engine.models.fetch import resolve_model
 from hillstar.engine.models.load import load_weights
 
 SEED = 20261129
-NUM_IN, NUM_OUT, NUM_PREFILL = 32, 128, 1024
+NUM_IN, NUM_OUT, NUM_PREFILL = 128, 128, 1024
 GAP = 1e-4  # two best logits closer than this may change places in fp32
 
 
