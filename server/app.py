@@ -3,7 +3,8 @@
 Start: the data directory is locked and the journal opened; the engine begins to load in its own
 process; the port is opened (so that `/health/live` answers while weights load); once the engine
 is ready, so is `/health/ready`, and one line with the link is printed. Creates that come earlier
-wait for the engine.
+wait for the engine. An engine that dies while it loads is started again a few times; one that
+says that it cannot start (a tensor is missing) ends the server at once.
 
 End: SIGTERM or SIGINT drains; a second one ends at once. SIGHUP reads the API keys again.
 """
@@ -124,7 +125,7 @@ async def wait_ready(hub: Hub, on_loading: OnLoading) -> None:
     """Return once the engine takes work. Raises EngineFailed where it cannot start."""
     seen = (0, 0)
     while (stats := hub.stats()).engine_state != "ready":
-        if stats.engine_state == "down":
+        if stats.engine_state == "failed":
             raise EngineFailed(f"the engine could not start: {stats.engine_error}")
         if stats.loading != seen:
             seen = stats.loading

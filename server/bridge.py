@@ -26,7 +26,7 @@ from hillstar.engine.framing import (
     encode_message,
 )
 from hillstar.engine.messages import Failed, Frame, FromEngine, Loading, Ready, Shutdown, ToEngine
-from hillstar.server.engineport import EngineListener
+from hillstar.server.engineport import EngineEnd, EngineListener
 
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "hillstar.engine.main")
 FIRST_DELAY_S = 0.1  # before a dead engine's successor; doubled while none becomes ready
@@ -108,7 +108,7 @@ class Bridge:
             if self._listener is None:
                 return
             log.error("the engine ended: %s", reason, extra={"engine_id": link.engine_id})
-            listener.engine_down(reason, was_up=link.is_ready)
+            listener.engine_down(reason, link.end)
             delay_s = FIRST_DELAY_S if link.is_ready else min(2 * delay_s, MAX_DELAY_S)
             await asyncio.sleep(delay_s)
 
@@ -165,12 +165,20 @@ class _Link(asyncio.Protocol):
         self.is_ready = False
         self.engine_id: str | None = None
         self.failure: str | None = None
+        self._has_refused = False
         self._listener = listener
         self._frames = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._is_reading = True
         self._is_full = False
         self._waiting: deque[ToEngine] = deque()
+
+    @property
+    def end(self) -> EngineEnd:
+        """How it ended, once it has."""
+        if self.is_ready:
+            return "died"
+        return "refused" if self._has_refused else "died_loading"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
@@ -234,6 +242,7 @@ class _Link(asyncio.Protocol):
                 self._listener.engine_loading(message.done, message.total)
             case Failed():
                 self.failure = message.message
+                self._has_refused = True
 
 
 async def _log_lines(process: asyncio.subprocess.Process) -> None:

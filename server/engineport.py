@@ -1,8 +1,11 @@
 """The engine as the server sees it, wherever it runs: the bridge's process, or a test's fake."""
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from hillstar.engine.messages import Frame, Ready, ToEngine
+
+EngineEnd = Literal["died", "died_loading", "refused"]
+"""How an engine ended: while it worked; before it was ready; it said that it cannot start."""
 
 
 class EngineListener(Protocol):
@@ -14,8 +17,8 @@ class EngineListener(Protocol):
 
     def engine_frame(self, frame: Frame) -> None: ...
 
-    def engine_down(self, reason: str, *, was_up: bool) -> None:
-        """The engine is gone, or (`was_up` False) could not start; another will be started."""
+    def engine_down(self, reason: str, end: EngineEnd) -> None:
+        """The engine is gone; another will be started."""
         ...
 
 

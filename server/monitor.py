@@ -3,11 +3,15 @@
 import msgspec
 
 from hillstar.engine.messages import EngineStats, Frame, Ready
+from hillstar.server.engineport import EngineEnd
 from hillstar.server.history import Historian
 from hillstar.server.ports import EngineState, Observer
 from hillstar.server.sequences import SequenceTable
 
 TOTALS = tuple(name for name in EngineStats.__struct_fields__ if name.endswith("_total"))
+
+
+MAX_FAILED_STARTS = 5  # engines in succession that died while they loaded
 
 
 class EngineMonitor:
@@ -22,6 +26,7 @@ class EngineMonitor:
         self.ready: Ready | None = None
         self.error: str | None = None
         self.num_restarts = 0
+        self._num_failed_starts = 0  # in succession
         self._last = EngineStats()  # of the engine that is up
         self._before = dict.fromkeys(TOTALS, 0)  # what the dead ones had reached
 
@@ -36,6 +41,7 @@ class EngineMonitor:
     def engine_up(self, ready: Ready) -> None:
         self.state = "ready"
         self.ready = ready
+        self._num_failed_starts = 0
         self._last = EngineStats(blocks_free=ready.num_blocks)  # until its first frame
         self.error = None
         self._historian.limit_context(ready.max_model_len)
@@ -47,12 +53,14 @@ class EngineMonitor:
             self._observer.step(seconds)
         self._sequences.frame(frame)
 
-    def engine_down(self, reason: str, *, was_up: bool) -> None:
-        self.state = "down"
+    def engine_down(self, reason: str, end: EngineEnd) -> None:
+        self._num_failed_starts += end != "died"
+        is_hopeless = end == "refused" or self._num_failed_starts >= MAX_FAILED_STARTS
+        self.state = "failed" if is_hopeless else "down"
         self.error = reason
         self._before = self._totals()
         self._last = EngineStats()
-        self.num_restarts += was_up
+        self.num_restarts += end == "died"
         self._sequences.engine_down()
 
     def _totals(self) -> dict[str, int]:

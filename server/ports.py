@@ -12,7 +12,8 @@ from hillstar.engine.messages import EngineStats, Ready
 from hillstar.server.errors import ApiError
 from hillstar.server.events import Event, TextDelta
 
-EngineState = Literal["starting", "ready", "down"]
+EngineState = Literal["starting", "ready", "down", "failed"]
+"""down: it died, another is started. failed: so too, but those that start cannot, or only die."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class HubStats:
     loading: tuple[int, int] = (0, 0)  # bytes of weights loaded, of how many
     ready: Ready | None = None  # the running engine's own words
     engine: EngineStats = field(default_factory=EngineStats)  # totals of all engines
-    engine_error: str | None = None  # why the last engine could not start
+    engine_error: str | None = None  # why the last engine ended
     num_engine_restarts: int = 0
     num_sessions: Mapping[str, int] = field(default_factory=dict)  # awake, parked, hibernated
     num_responses: Mapping[str, int] = field(default_factory=dict)  # queued, running, parked

@@ -3,23 +3,34 @@
 import asyncio
 import os
 import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from hillstar.engine.config import ConfigError
+from hillstar.engine.config import ConfigError, EngineConfig
+from hillstar.server import bridge
 from hillstar.server.app import EngineFailed, JournalFailed, Signals, until_told, wait_ready
 from hillstar.server.auth import KeyRing
+from hillstar.server.bridge import Bridge
 from hillstar.server.config import ServerConfig
 from hillstar.server.errors import ApiError
 from hillstar.server.hub import Hub
+from hillstar.server.journal import Journal
+from hillstar.server.metrics import Metrics
+from hillstar.server.monitor import MAX_FAILED_STARTS
 from hillstar.server.ports import HubStats
 from support.fake_engine import FakeEngine
 from support.fake_hub import FakeHub
+from support.fake_text import FakeText
 from support.server import fake_engine_server, fake_hub_server
 from support.socket_client import connect
 from support.wait import until
+
+STUB = Path(__file__).parent.parent / "support" / "stub_engine.py"
 
 
 @pytest.mark.parametrize(
@@ -71,12 +82,54 @@ async def test_readiness_is_waited_for_and_loading_is_told() -> None:
     assert seen == [(1, 4), (3, 4)]
 
 
-async def test_an_engine_that_cannot_start_ends_the_server() -> None:
-    """Who ended and its own words are raised instead of waiting for ever."""
-    hub = FakeHub()
-    hub.state = HubStats(engine_state="down", engine_error="killed by signal 9")
-    with pytest.raises(EngineFailed, match="the engine could not start: killed by signal 9"):
-        await wait_ready(cast(Hub, hub), lambda done, total: None)
+@asynccontextmanager
+async def loading(tmp_path: Path, mode: str) -> AsyncIterator[tuple[Hub, Path]]:
+    """A server whose engine is a stub, and the file by which it may be made to die."""
+    config = EngineConfig(model_dir=tmp_path, model_name="stub", num_blocks=2)
+    hub = Hub(
+        journal=Journal(tmp_path / "data"),
+        engine=Bridge(config, (sys.executable, "-P", str(STUB), mode)),
+        text=FakeText(),
+        observer=Metrics(),
+        model_name="stub",
+        max_model_len=64,
+    )
+    await hub.start()
+    try:
+        yield hub, tmp_path / "killed"
+    finally:
+        await hub.close()
+
+
+async def test_an_engine_killed_while_it_loads_is_started_again(tmp_path: Path) -> None:
+    """Death in the very first load is a death like any other: the next engine gets ready."""
+    (tmp_path / "killed").touch()
+    async with loading(tmp_path, "killed") as (hub, wound):
+        ready = asyncio.create_task(wait_ready(hub, lambda done, total: None))
+        await until(lambda: hub.stats().engine_state == "down", 30)
+        wound.unlink()
+        await asyncio.wait_for(ready, 30)
+        assert hub.stats().engine_error is None
+
+
+async def test_an_engine_that_only_dies_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a few engines that died while they loaded the server gives up, and says of what."""
+    monkeypatch.setattr(bridge, "FIRST_DELAY_S", 0.001)
+    wound = tmp_path / "killed"
+    wound.touch()
+    async with loading(tmp_path, "killed") as (hub, _):
+        with pytest.raises(EngineFailed, match="the engine could not start: killed by signal 9"):
+            await asyncio.wait_for(wait_ready(hub, lambda done, total: None), 60)
+    assert wound.read_text().count("\n") >= MAX_FAILED_STARTS
+
+
+async def test_an_engine_that_says_it_cannot_start_ends_the_server(tmp_path: Path) -> None:
+    """A missing tensor is missing the next time too: its own words end the server at once."""
+    async with loading(tmp_path, "fail") as (hub, _):
+        with pytest.raises(EngineFailed, match="the engine could not start: no such tensor"):
+            await asyncio.wait_for(wait_ready(hub, lambda done, total: None), 30)
 
 
 async def test_signals_drain_then_hurry_and_reload_keys(tmp_path: Path) -> None:

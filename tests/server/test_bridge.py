@@ -16,6 +16,7 @@ from hillstar.engine.framing import encode_message
 from hillstar.engine.messages import Frame, Ready, SamplingParams, Submit, ToEngine, pack_ids
 from hillstar.server import bridge as under_test
 from hillstar.server.bridge import Bridge
+from hillstar.server.engineport import EngineEnd
 from support.wait import until
 
 STUB = Path(__file__).parent.parent / "support" / "stub_engine.py"
@@ -29,7 +30,7 @@ class Heard:
         self.loading: list[tuple[int, int]] = []
         self.ups: list[Ready] = []
         self.frames: list[Frame] = []
-        self.downs: list[tuple[str, bool]] = []
+        self.downs: list[tuple[str, EngineEnd]] = []
 
     def engine_loading(self, done: int, total: int) -> None:
         self.loading.append((done, total))
@@ -40,8 +41,8 @@ class Heard:
     def engine_frame(self, frame: Frame) -> None:
         self.frames.append(frame)
 
-    def engine_down(self, reason: str, *, was_up: bool) -> None:
-        self.downs.append((reason, was_up))
+    def engine_down(self, reason: str, end: EngineEnd) -> None:
+        self.downs.append((reason, end))
 
 
 @asynccontextmanager
@@ -83,20 +84,24 @@ async def test_a_killed_engine_is_reported_and_replaced() -> None:
         assert first is not None
         os.kill(first, signal.SIGKILL)
         await until(lambda: len(heard.ups) == 2, 30)
-        assert heard.downs == [("killed by signal 9", True)]
+        assert heard.downs == [("killed by signal 9", "died")]
         assert heard.ups[0].engine_id != heard.ups[1].engine_id and bridge.pid != first
         bridge.send(SUBMIT)
         await until(lambda: bool(heard.frames), 30)
 
 
 @pytest.mark.parametrize(
-    ("mode", "reason"), [("fail", "no such tensor"), ("silent", "exit status 3")]
+    ("mode", "reason", "end"),
+    [
+        ("fail", "no such tensor", "refused"),
+        ("silent", "exit status 3", "died_loading"),
+    ],
 )
-async def test_an_engine_that_cannot_start_says_why(mode: str, reason: str) -> None:
+async def test_an_engine_that_cannot_start_says_why(mode: str, reason: str, end: EngineEnd) -> None:
     """The listener hears the engine's own words, or how it ended; it is tried again."""
     async with bridged(mode) as (_, heard):
         await until(lambda: len(heard.downs) >= 2, 30)
-        assert heard.downs[:2] == [(reason, False)] * 2 and heard.ups == []
+        assert heard.downs[:2] == [(reason, end)] * 2 and heard.ups == []
 
 
 async def test_a_process_that_cannot_be_made_is_tried_again(tmp_path: Path) -> None:
@@ -104,7 +109,8 @@ async def test_a_process_that_cannot_be_made_is_tried_again(tmp_path: Path) -> N
     program = tmp_path / "python"
     async with bridged("talk", python=str(program)) as (_, heard):
         await until(lambda: len(heard.downs) >= 2, 30)
-        assert all("cannot be started" in reason and not up for reason, up in heard.downs)
+        assert all("cannot be started" in reason for reason, _ in heard.downs)
+        assert {end for _, end in heard.downs} == {"died_loading"}
         program.touch(0o755)
         program.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
         await until(lambda: bool(heard.ups), 30)
@@ -114,8 +120,8 @@ async def test_an_engine_that_talks_nonsense_is_ended() -> None:
     """What is no message is a dead engine, not a dead server."""
     async with bridged("garbage") as (_, heard):
         await until(lambda: bool(heard.downs), 30)
-        reason, was_up = heard.downs[0]
-        assert "no message" in reason and was_up
+        reason, end = heard.downs[0]
+        assert "no message" in reason and end == "died"
 
 
 async def test_messages_to_an_engine_that_does_not_read_are_not_copied(

@@ -366,6 +366,7 @@ async def test_tenants_see_only_what_is_theirs(tmp_path: Path) -> None:
         (HubStats(engine_state="ready"), 200, "ready"),
         (HubStats(engine_state="starting", loading=(1, 4)), 503, "loading"),
         (HubStats(engine_state="down"), 503, "down"),
+        (HubStats(engine_state="failed"), 503, "failed"),
         (HubStats(engine_state="ready", storage_available=False), 503, "storage_unavailable"),
         (HubStats(engine_state="ready", draining=True), 503, "draining"),
     ],

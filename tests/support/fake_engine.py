@@ -145,7 +145,7 @@ class FakeEngine:
         self.is_up = False
         self._running.clear()
         self._inbox.clear()
-        self._listener.engine_down("killed", was_up=True)
+        self._listener.engine_down("killed", "died")
         if self.restarts and self._listener is not None:
             self.come_up()
 

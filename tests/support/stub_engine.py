@@ -1,7 +1,9 @@
 """An engine process without a model, for tests of the bridge: `python stub_engine.py MODE --fd N`.
 
 MODE: `talk` answers each Submit with a token and a line on stderr; `fail` says Failed and exits;
-`silent` exits before Ready; `garbage` sends what is no frame; `deaf` ignores Shutdown.
+`silent` exits before Ready; `killed` dies by signal 9 while it loads, for as long as a file of
+that name is in the model's folder, where it adds a line each time; `garbage` sends what is no
+frame; `deaf` ignores Shutdown.
 """
 
 import os
@@ -31,6 +33,11 @@ def main() -> None:
     channel.send(Loading(1, 2))
     if mode == "silent":
         sys.exit(3)
+    wound = config.model_dir / "killed"
+    if mode == "killed" and wound.exists():
+        with wound.open("a") as lines:
+            lines.write("once more\n")
+        os.kill(os.getpid(), signal.SIGKILL)
     if mode == "fail":
         channel.send(Failed("no such tensor"))
         channel.flush(5)
