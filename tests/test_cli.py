@@ -87,12 +87,14 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
     assert all(name in line for name in names), line
 
 
-def test_a_model_that_is_not_there_is_one_line() -> None:
-    """`size` and `serve` say what is wrong with a model's name once, and exit 1."""
-    done = run("size", "/no/such/model")
-    assert done.returncode == 1
+@pytest.mark.parametrize("command", [["size"], ["serve", "--model"]])
+def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(command: Sequence[str]) -> None:
+    """`size` and `serve` say once what a model's name may be: it is a wrong value."""
+    done = run(*command, "/no/such/model")
+    assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "/no/such/model" in done.stderr
+    named = ("model: '/no/such/model'", "Hugging Face folder", ".gguf", "smollm2-135m-instruct")
+    assert all(name in done.stderr for name in named), done.stderr
 
 
 def test_help_loads_no_heavy_library() -> None:
@@ -204,6 +206,27 @@ def test_both_kv_sizes_at_once_are_refused(tmp_path: Path) -> None:
     settings = serve_settings("--kv-blocks", "100", "--kv-memory", "1GiB")
     with pytest.raises(ConfigError, match=r"kv-memory: '1\.0 GiB'.*kv-blocks"):
         engine_config(settings, a_model(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--kv-memory", "9GiB"), r"kv-memory: '9\.0 GiB'.*at most 7\.0 GiB \(8\.0 GiB are free"),
+        (("--kv-blocks", "4096"), r"kv-blocks: 4096.*at most 3,584 \(8\.0 GiB .* take 1\.0 GiB"),
+        (("--kv-memory", "3MiB"), r"kv-memory: '3\.0 MiB'.*at least two blocks: 4\.0 MiB"),
+    ],
+)
+def test_kv_memory_that_cannot_be_had_is_a_wrong_value(
+    tmp_path: Path, flags: Sequence[str], message: str
+) -> None:
+    """More than is free beside the weights, or less than two blocks: refused before any work."""
+    header = {"w": {"dtype": "F16", "shape": [1 << 29], "data_offsets": [0, 1 << 30]}}
+    text = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + (1 << 30))  # a hole: it takes no space
+    with pytest.raises(ConfigError, match=message):
+        engine_config(serve_settings(*flags), a_model(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hillstar.engine.config import ConfigError
 from hillstar.engine.models.errors import ModelError
 from hillstar.engine.models.files import exclusive, flush, scratch_folder, sha256_of
 from hillstar.engine.models.gguf import convert_gguf, converted_folder
@@ -46,7 +47,8 @@ def resolve_model(
     """Find a model, converting or downloading it into `cache_dir` where needed.
 
     name_or_path: a Hugging Face folder; a .gguf file; None or DEFAULT_MODEL. `progress` counts
-    bytes downloaded and converted. Raises ModelError when it is none of these or cannot be had.
+    bytes downloaded and converted. Raises ConfigError when it is none of these, ModelError when
+    it cannot be had.
     """
     if name_or_path is None or str(name_or_path) == DEFAULT_MODEL:
         return ResolvedModel(_default_folder(cache_dir, progress), DEFAULT_MODEL)
@@ -55,10 +57,12 @@ def resolve_model(
         return ResolvedModel(path, path.resolve().name)
     if path.is_file() and path.suffix == ".gguf":
         return ResolvedModel(convert_gguf(path, cache_dir, progress), path.stem)
-    what = "no such file or folder" if not path.exists() else "not a model"
-    raise ModelError(
-        f"model {str(name_or_path)!r}: {what}; allowed: a Hugging Face folder (with config.json),"
-        f" a .gguf file, or the name {DEFAULT_MODEL}"
+    what = "no file or folder" if not path.exists() else "not a model"
+    raise ConfigError(
+        "model",
+        str(name_or_path),
+        f"a Hugging Face folder (with config.json), a .gguf file, or the name {DEFAULT_MODEL};"
+        f" this is {what}",
     )
 
 

@@ -6,8 +6,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from hillstar.cli import values
 from hillstar.cli.machine import cpu_multiplies_bfloat16, find_gpu
@@ -37,9 +40,9 @@ class PreparedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """The weights' size in memory, if their files hold two bytes a value as most do."""
-        stored = sum(file.stat().st_size for file in self.dir.glob("*.safetensors"))
-        return stored * DTYPE_BYTES[self.dtype] // 2
+        """The weights' size in memory; 0 for files that cannot be read: the engine says why."""
+        num_values = sum(map(_num_values, self.dir.glob("*.safetensors")))
+        return num_values * DTYPE_BYTES[self.dtype]
 
     def group(self, block_size: int) -> KVGroup:
         """The one KV group of today's models."""
@@ -55,6 +58,10 @@ class PreparedModel:
         if settings["kv_blocks"]:
             return int(settings["kv_blocks"]) * group.bytes_per_block
         if settings["kv_memory"]:
+            if settings["kv_memory"] < 2 * group.bytes_per_block:
+                asked = values.format_bytes(settings["kv_memory"])
+                least = values.format_bytes(2 * group.bytes_per_block)
+                raise ConfigError("kv-memory", asked, f"at least two blocks: {least}")
             return int(settings["kv_memory"])
         left = self.free_bytes - self.weight_bytes
         if self.device == "cuda":
@@ -67,6 +74,23 @@ class PreparedModel:
                 f" beside {values.format_bytes(self.weight_bytes)} of weights; name a size"
             )
         return min(given, most_tokens * group.bytes_per_token)
+
+    def check_kv_fits(self, settings: Mapping[str, Any]) -> None:
+        """Raise ConfigError where more KV is asked for than this machine has memory for."""
+        if not self.free_bytes:
+            return  # the machine does not say
+        group, weight_bytes = self.group(settings["block_size"]), self.weight_bytes
+        most = max(0, self.free_bytes - weight_bytes)
+        why = (
+            f"({values.format_bytes(self.free_bytes)} are free on the {self.device}, of which the"
+            f" weights take {values.format_bytes(weight_bytes)})"
+        )
+        if (settings["kv_memory"] or 0) > most:
+            asked = values.format_bytes(settings["kv_memory"])
+            raise ConfigError("kv-memory", asked, f"at most {values.format_bytes(most)} {why}")
+        if (settings["kv_blocks"] or 0) > group.blocks_that_fit(most):
+            allowed = f"at most {group.blocks_that_fit(most):,} {why}"
+            raise ConfigError("kv-blocks", settings["kv_blocks"], allowed)
 
 
 def prepare_model(name: str | None, data_dir: Path, settings: Mapping[str, Any]) -> PreparedModel:
@@ -92,6 +116,15 @@ def prepare_model(name: str | None, data_dir: Path, settings: Mapping[str, Any])
         dtype=dtype,
         free_bytes=gpu.free_bytes if gpu else free_memory_bytes() or 0,
     )
+
+
+def _num_values(file: Path) -> int:
+    """In a safetensors file, from its header; 0: it cannot be read."""
+    try:
+        with safe_open(file, "numpy") as stored:
+            return sum(prod(stored.get_slice(name).get_shape()) for name in stored.keys())  # noqa: SIM118
+    except (SafetensorError, OSError):
+        return 0
 
 
 def _resolve(name: str | None, data_dir: Path) -> tuple[Path, str]:

@@ -62,6 +62,7 @@ def engine_config(settings: Mapping[str, Any], model: PreparedModel) -> EngineCo
     max_num_seqs = settings["max_num_seqs"]
     num_blocks = settings["kv_blocks"]
     kv_memory = model.kv_memory_bytes(settings, max_num_seqs * max_model_len)
+    model.check_kv_fits(settings)
     return EngineConfig(
         model_dir=model.dir,
         model_name=model.name,
@@ -74,6 +75,7 @@ def engine_config(settings: Mapping[str, Any], model: PreparedModel) -> EngineCo
         max_num_seqs=max_num_seqs,
         max_batched_tokens=settings["max_batched_tokens"]
         or max(_DEFAULT_BATCHED_TOKENS, max_num_seqs),
+        inter_token_target_ms=settings["inter_token_target_ms"] or None,
     )
 
 

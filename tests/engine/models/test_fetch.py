@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 import hillstar.engine.models.fetch as module
+from hillstar.engine.config import ConfigError
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.errors import ModelError
 from hillstar.engine.models.fetch import (
@@ -63,7 +64,9 @@ def test_anything_else_is_refused(name: str, tmp_path: Path) -> None:
     """What is no model is refused with the list of what is."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "weights.bin").write_bytes(b"x")
-    with pytest.raises(ModelError, match=rf"{name}.*Hugging Face folder.*\.gguf.*{DEFAULT_MODEL}"):
+    with pytest.raises(
+        ConfigError, match=rf"model: .*{name}.*Hugging Face folder.*\.gguf.*{DEFAULT_MODEL}"
+    ):
         resolve_model(tmp_path / name, tmp_path / "cache")
 
 
