@@ -14,7 +14,13 @@ from typing import Protocol
 
 import msgspec
 
-from hillstar.engine.framing import FrameReader, FramingError, decode_to_engine, encode_message
+from hillstar.engine.framing import (
+    HEARTBEAT,
+    FrameReader,
+    FramingError,
+    decode_to_engine,
+    encode_message,
+)
 from hillstar.engine.messages import FromEngine, ToEngine
 
 log = logging.getLogger(__name__)
@@ -63,7 +69,7 @@ class SocketChannel:
 
     Sending never blocks while less than `max_unsent_bytes` wait for the socket; then it blocks,
     for a server that does not read cannot use more tokens either. What is unsent leaves at the
-    next `send`, `receive_nowait`, `wait_readable` or `flush`.
+    next `send`, `receive_nowait`, `wait_readable` or `flush`. `receive_nowait` answers heartbeats.
     """
 
     def __init__(self, sock: socket.socket, *, max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
@@ -122,10 +128,7 @@ class SocketChannel:
     def send(self, message: FromEngine) -> None:
         if self._closed:
             raise ChannelClosed
-        data = memoryview(encode_message(message))
-        self._unsent.append(data)
-        self._num_unsent_bytes += len(data)
-        self._write_nowait()
+        self._queue(encode_message(message))
         while self._num_unsent_bytes > self._max_unsent_bytes:
             if self._closed:
                 raise ChannelClosed
@@ -155,10 +158,19 @@ class SocketChannel:
         self._closed = True
         self._socket.close()
 
+    def _queue(self, data: bytes) -> None:
+        """Send it as soon as the socket takes it."""
+        self._unsent.append(memoryview(data))
+        self._num_unsent_bytes += len(data)
+        self._write_nowait()
+
     def _decode(self, data: bytes) -> list[ToEngine]:
         messages: list[ToEngine] = []
         try:
             for payload in self._reader.feed(data):
+                if not payload:
+                    self._queue(HEARTBEAT)
+                    continue
                 try:
                     messages.append(decode_to_engine(payload))
                 except msgspec.DecodeError as error:

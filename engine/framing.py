@@ -2,7 +2,8 @@
 
 A frame is a 4-byte big-endian length and that many bytes of msgpack. The server's first frame
 is the engine's configuration (`encode_config`); every later one is a `ToEngine`. The engine
-answers with `FromEngine` frames only.
+answers with `FromEngine` frames only. A frame of no bytes is a heartbeat: the server asks with it
+whether the loop still turns, the engine answers with another when it next takes its messages.
 """
 
 import struct
@@ -16,6 +17,7 @@ from hillstar.engine.messages import FromEngine, ToEngine
 
 MAX_FRAME_BYTES = 1 << 30
 _HEADER = struct.Struct(">I")
+HEARTBEAT = _HEADER.pack(0)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -3,6 +3,9 @@
 The engine is a child that holds one end of a Unix socket pair. Its end is the engine's end:
 whatever killed it, the socket closes, the process is reaped, the listener hears of it, and after
 a back-off the next engine is started. Who has to run again is not the bridge's business.
+
+An engine may also hang without dying. One that says nothing is asked for a heartbeat, which its
+loop answers between two steps; one that owes it for too long is ended like a dead one.
 """
 
 import asyncio
@@ -17,8 +20,9 @@ from typing import cast
 
 import msgspec
 
-from hillstar.engine.config import EngineConfig
+from hillstar.engine.config import DeviceName, EngineConfig
 from hillstar.engine.framing import (
+    HEARTBEAT,
     FrameReader,
     FramingError,
     decode_from_engine,
@@ -32,6 +36,11 @@ ENGINE_COMMAND = (sys.executable, "-P", "-m", "hillstar.engine.main")
 FIRST_DELAY_S = 0.1  # before a dead engine's successor; doubled while none becomes ready
 MAX_DELAY_S = 10.0
 CLOSE_TIMEOUT_S = 5.0  # for an engine to leave before it is killed
+BEAT_S = 5.0  # between two looks at whether the engine has said anything
+MAX_SILENCE_S: dict[DeviceName, float] = {"cpu": 600.0, "cuda": 120.0}
+"""How long one step may take: a chunk of a large model's prompt takes minutes on a CPU, and on a
+GPU the first of a kind compiles its kernels."""
+MAX_LOADING_SILENCE_S = 600.0
 MAX_LOG_LINE = 8192
 MAX_UNSENT_BYTES = 4 << 20  # for the engine, encoded; what is more waits as it is
 
@@ -123,6 +132,7 @@ class Bridge:
                 raise
         self._process = process
         logs = asyncio.create_task(_log_lines(process), name="engine log")
+        beats = asyncio.create_task(self._beat(link), name="engine heartbeat")
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
             self._link = link
@@ -134,11 +144,17 @@ class Bridge:
                 await asyncio.wait_for(process.wait(), CLOSE_TIMEOUT_S)
         finally:
             self._link = self._process = None
+            beats.cancel()
             link.abort()
             _kill(process)
             code = await process.wait()
             await asyncio.gather(logs, return_exceptions=True)
         return link.failure or _describe_exit(code)
+
+    async def _beat(self, link: "_Link") -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            link.beat(MAX_SILENCE_S[self._config.device])
 
     async def _spawn(self, fd: int) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -166,6 +182,7 @@ class _Link(asyncio.Protocol):
         self.engine_id: str | None = None
         self.failure: str | None = None
         self._has_refused = False
+        self._num_silent = 0  # beats since it said anything
         self._listener = listener
         self._frames = FrameReader()
         self._transport: asyncio.Transport | None = None
@@ -197,9 +214,11 @@ class _Link(asyncio.Protocol):
             self.write(encode_message(self._waiting.popleft()))
 
     def data_received(self, data: bytes) -> None:
+        self._num_silent = 0
         try:
             for payload in self._frames.feed(data):
-                self._receive(decode_from_engine(payload))
+                if payload:
+                    self._receive(decode_from_engine(payload))
         except (FramingError, msgspec.DecodeError) as error:
             self.failure = f"it sent what is no message: {error}"
             self.abort()
@@ -223,6 +242,22 @@ class _Link(asyncio.Protocol):
             self._transport.resume_reading()
         else:
             self._transport.pause_reading()
+
+    def beat(self, max_silence_s: float) -> None:
+        """Called every BEAT_S: ask an engine that says nothing, end one that says nothing still.
+
+        Beats are counted, not seconds: where this process slept too, one late beat is one.
+        """
+        if not self._is_reading:
+            self._num_silent = 0
+            return
+        self._num_silent += 1
+        limit_s = max_silence_s if self.is_ready else MAX_LOADING_SILENCE_S
+        if self._num_silent * BEAT_S > limit_s:
+            self.failure = f"it hangs: no sign of life for {limit_s:g} s"
+            self.abort()
+        elif self.is_ready and self._num_silent == 1:
+            self.write(HEARTBEAT)
 
     def abort(self) -> None:
         if self._transport is not None:

@@ -3,6 +3,7 @@
 import fcntl
 import queue
 import resource
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from hillstar.engine.channel import ChannelClosed, ChannelFull, QueueChannel, SocketChannel
 from hillstar.engine.framing import (
+    HEARTBEAT,
     FrameReader,
     decode_from_engine,
     encode_message,
@@ -291,3 +293,15 @@ class TestQueueChannel:
         assert channel.receive_nowait() == [Park("d"), Park("e")]
         with pytest.raises(ChannelClosed):
             channel.receive_nowait()
+
+
+def test_a_heartbeat_is_answered_when_messages_are_taken(
+    pair: tuple[SocketChannel, SocketFar],
+) -> None:
+    """The engine's loop answers, not its socket: an engine that hangs in a step owes the answer."""
+    channel, far = pair
+    far.socket.sendall(HEARTBEAT + encode_message(Park("s")))
+    assert channel.wait_readable(DEADLINE_S)
+    assert select.select([far.socket], [], [], 0) == ([], [], [])
+    assert channel.receive_nowait() == [Park("s")]
+    assert far.socket.recv(64) == HEARTBEAT

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from hillstar.engine.config import EngineConfig
-from hillstar.engine.framing import encode_message
+from hillstar.engine.framing import HEARTBEAT, encode_message
 from hillstar.engine.messages import Frame, Ready, SamplingParams, Submit, ToEngine, pack_ids
 from hillstar.server import bridge as under_test
 from hillstar.server.bridge import Bridge
@@ -122,6 +122,35 @@ async def test_an_engine_that_talks_nonsense_is_ended() -> None:
         await until(lambda: bool(heard.downs), 30)
         reason, end = heard.downs[0]
         assert "no message" in reason and end == "died"
+
+
+async def test_an_engine_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lives, and answers no heartbeat for too long, is ended and replaced."""
+    monkeypatch.setattr(under_test, "BEAT_S", 0.05)
+    monkeypatch.setattr(under_test, "MAX_SILENCE_S", {"cpu": 2.0})
+    monkeypatch.setattr(under_test, "CLOSE_TIMEOUT_S", 0.1)
+    async with bridged("hang") as (bridge, heard):
+        await until(lambda: bool(heard.ups), 30)
+        bridge.send(SUBMIT)
+        await until(lambda: bool(heard.downs), 30)
+        assert heard.downs == [("it hangs: no sign of life for 2 s", "died")]
+        await until(lambda: len(heard.ups) == 2, 30)
+
+
+async def test_an_idle_engine_answers_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with nothing to say is asked again and again, each time only once it has answered."""
+    written: list[bytes] = []
+    write = under_test._Link.write
+
+    def spy(link: under_test._Link, data: bytes) -> None:
+        written.append(data)
+        write(link, data)
+
+    monkeypatch.setattr(under_test._Link, "write", spy)
+    monkeypatch.setattr(under_test, "BEAT_S", 0.001)
+    async with bridged("talk") as (_, heard):
+        await until(lambda: written.count(HEARTBEAT) == 3, 30)
+        assert heard.downs == []
 
 
 async def test_messages_to_an_engine_that_does_not_read_are_not_copied(

@@ -3,7 +3,7 @@
 MODE: `talk` answers each Submit with a token and a line on stderr; `fail` says Failed and exits;
 `silent` exits before Ready; `killed` dies by signal 9 while it loads, for as long as a file of
 that name is in the model's folder, where it adds a line each time; `garbage` sends what is no
-frame; `deaf` ignores Shutdown.
+frame; `deaf` ignores Shutdown; `hang` stops for ever at a Submit, without dying.
 """
 
 import os
@@ -70,6 +70,8 @@ def serve(channel: SocketChannel, mode: str) -> None:
         channel.wait_readable(None)
         for message in channel.receive_nowait():
             if isinstance(message, Submit):
+                if mode == "hang":
+                    signal.pause()
                 print(f"asked for {message.sequence_id}", file=sys.stderr, flush=True)
                 channel.send(Frame([Output(message.sequence_id, 0, [7])], EngineStats()))
             elif isinstance(message, Shutdown) and mode != "deaf":
