@@ -55,6 +55,7 @@ def assemble(
         max_num_seqs=config.max_num_seqs,
         max_batched_tokens=config.max_batched_tokens,
         max_waiting=config.max_waiting,
+        inter_token_target_s=config.inter_token_target_s,
     )
     builder = BatchBuilder(
         max_num_seqs=config.max_num_seqs,

@@ -43,6 +43,7 @@ class EngineConfig:
     max_model_len: int = 8192  # tokens of prompt + output of one sequence
     max_num_seqs: int = 64  # sequences in the batch at once
     max_batched_tokens: int = 1024  # tokens fed in one step (the chunk size of prefill)
+    inter_token_target_ms: int | None = None  # of running sequences, while prompts are prefilled
     max_waiting: int = 4096  # sequences queued before `server_overloaded`
 
     def __post_init__(self) -> None:
@@ -56,6 +57,8 @@ class EngineConfig:
         positive("max_num_seqs", self.max_num_seqs, 1, 4096)
         positive("max_batched_tokens", self.max_batched_tokens, self.block_size)
         positive("max_waiting", self.max_waiting)
+        if self.inter_token_target_ms is not None:
+            positive("inter_token_target_ms", self.inter_token_target_ms, 1, 60_000)
         if self.max_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 "max_batched_tokens",
@@ -71,6 +74,10 @@ class EngineConfig:
             positive("num_blocks", self.num_blocks, 2)
         if self.kv_memory_bytes is not None:
             positive("kv_memory_bytes", self.kv_memory_bytes, 1 << 16, 1 << 50)
+
+    @property
+    def inter_token_target_s(self) -> float | None:
+        return None if self.inter_token_target_ms is None else self.inter_token_target_ms / 1e3
 
     def replace(self, **changes: object) -> Self:
         """A copy with `changes`, validated again."""

@@ -1,5 +1,6 @@
 """A plan while it is being made."""
 
+from hillstar.engine.pace import Load
 from hillstar.engine.plan import Plan, PlanRow, RowInit
 from hillstar.engine.sequence import Sequence
 
@@ -12,12 +13,24 @@ class Draft:
         self.shares: dict[Sequence, int] = {}
         self.entered: list[Sequence] = []
         self.has_preempted = False
+        self.has_decoders = False  # running sequences that want one token, fed before all others
+        self.is_slow = False  # it takes no longer prompts: its decoders would wait too long
+        self.num_prefill_tokens = 0
+        self.load = Load()
+
+    @property
+    def is_full(self) -> bool:
+        return self.budget <= 0 or self.is_slow
 
     def give(self, sequence: Sequence, num_tokens: int) -> None:
         self.shares[sequence] = num_tokens
         self.budget -= num_tokens
+        self.load = self.load.plus(sequence.num_planned, num_tokens)
+        if num_tokens > 1:
+            self.num_prefill_tokens += num_tokens
 
     def take_back(self, sequence: Sequence) -> None:
+        """Its part of the load stays: a step in which somebody gave way takes no new prompts."""
         self.budget += self.shares.pop(sequence, 0)
 
     def seal(self, step: int, copies: tuple[tuple[int, int], ...]) -> Plan:

@@ -28,6 +28,7 @@ FLUSH_S = 1.0
 class _Launched:
     plan: Plan
     pending: Pending
+    launched_s: float
 
 
 class EngineLoop:
@@ -50,6 +51,7 @@ class EngineLoop:
         self._outbox = outbox
         self._clock = clock
         self._in_flight: _Launched | None = None
+        self._resolved_s = clock()  # when the last step's result was there
         self._is_idle = True
         self._step_seconds: list[float] = []
         self._reported = EngineStats()
@@ -76,12 +78,10 @@ class EngineLoop:
         if self._is_idle:
             self._inbox.wait_readable(None)
         outputs, goes_on = self._take_messages()
-        started_s = self._clock()
         plan = self._scheduler.schedule() if goes_on else None
         before, self._in_flight = self._in_flight, self._launch(plan)
         if before is not None:
-            outputs += self._scheduler.update(before.plan, before.pending.result())
-            self._step_seconds.append(self._clock() - started_s)
+            outputs += self._resolve(before)
         self._is_idle = before is None and plan is None  # a result may have made room: look again
         self._report(outputs)
         return goes_on
@@ -98,7 +98,18 @@ class EngineLoop:
     def _launch(self, plan: Plan | None) -> _Launched | None:
         if plan is None:
             return None
-        return _Launched(plan, self._runner.run(self._builder.build(plan)))
+        launched_s = self._clock()
+        return _Launched(plan, self._runner.run(self._builder.build(plan)), launched_s)
+
+    def _resolve(self, launched: _Launched) -> list[Output]:
+        """Wait for a step. It lasted from the end of the one before, or from its launch if that
+        was later: where steps follow each other, that is the time between two tokens."""
+        result = launched.pending.result()
+        now_s = self._clock()
+        seconds = now_s - max(launched.launched_s, self._resolved_s)
+        self._resolved_s = now_s
+        self._step_seconds.append(seconds)
+        return self._scheduler.update(launched.plan, result, seconds)
 
     def _report(self, outputs: list[Output]) -> None:
         """One frame a round at most; without outputs only now and then, and before going idle."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hillstar.engine.messages import SamplingParams
+from hillstar.engine.messages import SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,18 @@ class StepResult:
     logprobs: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+
+    def logprobs_of(self, index: int, num_top: int | None) -> list[TokenLogprobs] | None:
+        """Those of one sample for a sequence that asked for `num_top`, or for none at all."""
+        if num_top is None:
+            return None
+        assert self.logprobs is not None, "the plan asked for logprobs"
+        top: list[tuple[int, float]] = []
+        if num_top:
+            assert self.top_ids is not None and self.top_logprobs is not None
+            ids = self.top_ids[index, :num_top].tolist()
+            top = list(zip(ids, self.top_logprobs[index, :num_top].tolist(), strict=True))
+        return [TokenLogprobs(float(self.logprobs[index]), top)]
 
 
 class Pending(Protocol):

@@ -6,6 +6,7 @@ from hillstar.engine.admission import Admission, Promises
 from hillstar.engine.draft import Draft
 from hillstar.engine.fairness import TenantShares, WaitingQueue
 from hillstar.engine.kv.manager import BlockManager, Match
+from hillstar.engine.pace import Load, Pace
 from hillstar.engine.plan import Plan
 from hillstar.engine.roster import Roster
 from hillstar.engine.sequence import Sequence, State
@@ -13,10 +14,11 @@ from hillstar.engine.sequence import Sequence, State
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A launched plan and whose its rows are."""
+    """A launched plan, whose its rows are, and how much it computes."""
 
     plan: Plan
     sequences: tuple[Sequence, ...]
+    load: Load
 
 
 class Planner:
@@ -31,6 +33,7 @@ class Planner:
         waiting: WaitingQueue,
         shares: TenantShares,
         admission: Admission,
+        pace: Pace,
         max_batched_tokens: int,
     ) -> None:
         self._blocks = blocks
@@ -39,6 +42,7 @@ class Planner:
         self._waiting = waiting
         self._shares = shares
         self._admission = admission
+        self._pace = pace
         self._max_batched_tokens = max_batched_tokens
         self.num_steps = 0
         self.num_prefill_tokens = 0  # prompt tokens computed
@@ -49,7 +53,8 @@ class Planner:
         """The next step, or None when nobody can be given a token now.
 
         Running sequences come first, each with at least one token; what is left of the budget
-        admits waiting ones, unless somebody has just had to give way.
+        admits waiting ones, unless somebody has just had to give way. A step that carries
+        decoders takes no more of prompts than its pace allows.
         """
         draft = Draft(self._max_batched_tokens)
         self._continue_running(draft)
@@ -62,17 +67,19 @@ class Planner:
             self._account(sequence, num_tokens)
         plan = draft.seal(self.num_steps, copies)
         self.num_steps += 1
-        return Flight(plan, tuple(draft.shares))
+        return Flight(plan, tuple(draft.shares), draft.load)
 
     def _continue_running(self, draft: Draft) -> None:
         """Decodes, then prefills in chunks; by rank among both."""
         wanting = [(sequence, sequence.num_wanted) for sequence in self._roster.running]
         wanting = [entry for entry in wanting if entry[1]]
         wanting.sort(key=lambda entry: entry[1] > 1)
+        draft.has_decoders = bool(wanting) and wanting[0][1] == 1
         for index, (sequence, num_wanted) in enumerate(wanting):
             if sequence.state is State.RUNNING and (room := self._make_room(sequence, draft)):
                 num_behind = len(wanting) - index - 1  # one token is left for each of them
-                self._feed(sequence, draft, min(num_wanted, room, draft.budget - num_behind))
+                most = min(num_wanted, room, draft.budget - num_behind)
+                self._feed(sequence, draft, most)
 
     def _make_room(self, sequence: Sequence, draft: Draft) -> int:
         """See to it that one more token has a place; how many have, 0 if it gave way itself."""
@@ -89,9 +96,15 @@ class Planner:
         assert sequence.table is not None
         return self._blocks.room(sequence.table) - sequence.num_planned
 
-    def _feed(self, sequence: Sequence, draft: Draft, num_tokens: int) -> None:
-        assert num_tokens > 0, f"nothing to feed to {sequence.sequence_id}"
+    def _feed(self, sequence: Sequence, draft: Draft, most: int) -> None:
+        """Give it up to `most` tokens; fewer where decoders would wait too long for the step."""
+        assert most > 0, f"nothing to feed to {sequence.sequence_id}"
         assert sequence.table is not None
+        num_tokens = most
+        if draft.has_decoders:
+            start, fed = sequence.num_planned, draft.num_prefill_tokens
+            num_tokens = max(1, self._pace.chunk(draft.load, fed, start, most))
+            draft.is_slow |= num_tokens < most
         grown = self._blocks.grow(sequence.table, sequence.num_planned + num_tokens)
         assert grown, "room was counted"
         draft.give(sequence, num_tokens)
@@ -102,11 +115,11 @@ class Planner:
         Only those step aside that wait for something that is on its way: a token of their own,
         or a prefix that another sequence is computing.
         """
-        if not self._roster.num_free_rows or draft.budget <= 0 or not len(self._waiting):
+        if not self._roster.num_free_rows or draft.is_full or not len(self._waiting):
             return
         outstanding = self._admission.outstanding(self._roster.running)
         for sequence in self._waiting.candidates(now_s):
-            if not self._roster.num_free_rows or draft.budget <= 0:
+            if not self._roster.num_free_rows or draft.is_full:
                 break
             if sequence.num_in_flight or self._is_held_back(sequence):
                 continue

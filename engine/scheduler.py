@@ -23,10 +23,10 @@ from hillstar.engine.messages import (
     Park,
     Release,
     Submit,
-    TokenLogprobs,
     Unpark,
     Usage,
 )
+from hillstar.engine.pace import Pace
 from hillstar.engine.plan import Plan, StepResult
 from hillstar.engine.planner import Flight, Planner
 from hillstar.engine.roster import Roster
@@ -52,6 +52,7 @@ class Scheduler:
         max_num_seqs: int,
         max_batched_tokens: int,
         max_waiting: int,
+        inter_token_target_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._intake = intake
@@ -62,6 +63,7 @@ class Scheduler:
         self._shares = TenantShares()
         self._waiting = WaitingQueue(self._shares)
         self._lengths = OutputLengths()
+        self._pace = Pace(inter_token_target_s)
         promises = Promises()
         self._roster = Roster(blocks, promises, max_num_seqs)
         self._planner = Planner(
@@ -71,6 +73,7 @@ class Scheduler:
             waiting=self._waiting,
             shares=self._shares,
             admission=Admission(blocks, self._lengths),
+            pace=self._pace,
             max_batched_tokens=max_batched_tokens,
         )
         self._flights: deque[Flight] = deque()
@@ -119,7 +122,7 @@ class Scheduler:
         self._waiting.push(sequence)
         if sequence.lease_id is not None:
             self._blocks.touch(sequence.lease_id)
-        reason = self._reason_to_stop(sequence)
+        reason = sequence.reason_to_stop
         return [self._last_output(sequence, reason)] if reason else []
 
     def _cancel(self, sequence: Sequence, keep_tokens: int | None) -> Output:
@@ -133,7 +136,7 @@ class Scheduler:
     def _park(self, sequence: Sequence) -> None:
         if sequence.state is State.RUNNING:
             table = self._roster.leave(sequence)
-            sequence.resting_id = _parking_id(sequence)
+            sequence.resting_id = sequence.parking_id
             self._blocks.keep(table, sequence.resting_id, parked=True)
         elif sequence.state is State.WAITING:
             self._waiting.remove(sequence)
@@ -167,10 +170,11 @@ class Scheduler:
 
     # -- taking in a result ---------------------------------------------------------------------
 
-    def update(self, plan: Plan, result: StepResult) -> list[Output]:
-        """The oldest unresolved plan has come back."""
+    def update(self, plan: Plan, result: StepResult, seconds: float) -> list[Output]:
+        """The oldest unresolved plan has come back. seconds: how long its step took."""
         flight = self._flights.popleft()
         assert flight.plan is plan, f"step {plan.step} resolved out of order"
+        self._pace.observe(flight.load, seconds)
         outputs: list[Output] = []
         index = -1  # of the row among those that sampled
         for entry, sequence in zip(plan.rows, flight.sequences, strict=True):
@@ -183,7 +187,7 @@ class Scheduler:
                 continue
             if entry.sample:
                 outputs.append(self._take_token(sequence, result, index))
-            elif _is_prefilled(sequence):
+            elif sequence.is_prefilled:
                 outputs.append(self._last_output(sequence, "prefilled"))
         self._roster.resolved(plan.step)
         return outputs
@@ -193,22 +197,14 @@ class Scheduler:
         token_id = int(result.token_ids[index])
         sequence.tokens.append(token_id)
         self._num_generated_tokens += 1
-        reason = self._reason_to_stop(sequence)
+        reason = sequence.reason_to_stop
         return Output(
             sequence.sequence_id,
             first_token,
             [token_id],
-            _logprobs(sequence, result, index),
+            result.logprobs_of(index, sequence.params.top_logprobs),
             self._finish(sequence, reason) if reason else None,
         )
-
-    def _reason_to_stop(self, sequence: Sequence) -> FinishReason | None:
-        num_output = sequence.num_output_tokens
-        if not num_output:
-            return None
-        if sequence.tokens.last in sequence.stop_ids and num_output > sequence.params.min_tokens:
-            return "stop"
-        return "length" if num_output >= sequence.max_output_tokens else None
 
     # -- leaving --------------------------------------------------------------------------------
 
@@ -255,7 +251,7 @@ class Scheduler:
 
     def _settle_rest(self, sequence: Sequence) -> None:
         """What a sequence outside the batch has left behind: a parking lease, cached blocks."""
-        parking_id = _parking_id(sequence)
+        parking_id = sequence.parking_id
         if sequence.erase:
             self._blocks.release(parking_id, erase=True)
             match = self._blocks.match(
@@ -299,30 +295,3 @@ class Scheduler:
         assert by_state[State.WAITING] == len(self._waiting)
         assert by_state[State.PARKED] == self._num_parked
         assert by_state[State.FINISHED] == 0
-
-
-def _parking_id(sequence: Sequence) -> str:
-    """The lease that holds a parked sequence's blocks; no server chooses such a name."""
-    return f"\0parked:{sequence.sequence_id}"
-
-
-def _is_prefilled(sequence: Sequence) -> bool:
-    """Whether it was to be prefilled only, and every plan that does it has resolved."""
-    return (
-        sequence.max_output_tokens == 0
-        and sequence.table is not None
-        and sequence.table.num_tokens == len(sequence.tokens)
-    )
-
-
-def _logprobs(sequence: Sequence, result: StepResult, index: int) -> list[TokenLogprobs] | None:
-    num_top = sequence.params.top_logprobs
-    if num_top is None:
-        return None
-    assert result.logprobs is not None, "the plan asked for logprobs"
-    top: list[tuple[int, float]] = []
-    if num_top:
-        assert result.top_ids is not None and result.top_logprobs is not None
-        ids = result.top_ids[index, :num_top].tolist()
-        top = list(zip(ids, result.top_logprobs[index, :num_top].tolist(), strict=True))
-    return [TokenLogprobs(float(result.logprobs[index]), top)]

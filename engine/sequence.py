@@ -8,7 +8,7 @@ from enum import Enum
 
 import numpy as np
 
-from hillstar.engine.messages import SamplingParams, Usage
+from hillstar.engine.messages import FinishReason, SamplingParams, Usage
 from hillstar.engine.tokens import HashChain, TokenBuffer
 
 
@@ -94,6 +94,30 @@ class Sequence:
     def rank(self) -> tuple[int, int]:
         """Order among running sequences: the greatest gives way first."""
         return (-self.standing, self.arrival)
+
+    @property
+    def reason_to_stop(self) -> FinishReason | None:
+        """Why the last token it was given is its last, if it is."""
+        num_output = self.num_output_tokens
+        if not num_output:
+            return None
+        if self.tokens.last in self.stop_ids and num_output > self.params.min_tokens:
+            return "stop"
+        return "length" if num_output >= self.max_output_tokens else None
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether it was to be prefilled only, and every plan that does it has resolved."""
+        return (
+            self.max_output_tokens == 0
+            and self.table is not None
+            and self.table.num_tokens == len(self.tokens)
+        )
+
+    @property
+    def parking_id(self) -> str:
+        """The lease that holds its blocks while it is parked; no server chooses such a name."""
+        return f"\0parked:{self.sequence_id}"
 
     def usage(self) -> Usage:
         return Usage(self.num_prompt_tokens, self.num_cached_tokens or 0, self.num_output_tokens)

@@ -45,7 +45,7 @@ def _count_lines_of_next_turn(num_blocks: int) -> int:
         plan = bench.scheduler.schedule()
         assert plan is not None
         batch = bench.builder.build(plan)
-        (output,) = bench.scheduler.update(plan, StepResult(np.array([7], np.int32)))
+        (output,) = bench.scheduler.update(plan, StepResult(np.array([7], np.int32)), 0.01)
         bench.scheduler.stats()
     assert batch.token_ids.tolist() == [context[-1], 5, 5, 5, 5]  # a block is filled, one begun
     assert output.finish is not None

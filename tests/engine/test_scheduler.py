@@ -1,31 +1,17 @@
-"""What a sequence may count on, in plans: shares, order, limits, ends."""
+"""What a sequence may count on, in plans: shares, limits, ends."""
 
 import numpy as np
 import pytest
 
 from hillstar.engine.messages import (
-    Cancel,
     Output,
-    Park,
-    Release,
     SamplingParams,
     Submit,
-    Unpark,
     pack_ids,
 )
 from hillstar.engine.plan import StepResult
-from support.engine_bench import EngineBench, submit
+from support.engine_bench import EngineBench, assert_outputs_are_the_oracles, prompt, submit
 from support.fake_runner import EOS_ID, FakeModel, fake_generate
-
-
-def prompt(first: int, length: int) -> list[int]:
-    """Tokens that no prompt of another `first` begins with."""
-    return [first] + [(first * 7 + index * 3) % 49 + 1 for index in range(length - 1)]
-
-
-def assert_outputs_are_the_oracles(bench: EngineBench) -> None:
-    for name in bench.submits:
-        assert bench.tokens[name] == bench.expected(name), name
 
 
 class TestSteps:
@@ -121,95 +107,13 @@ class TestSteps:
             np.array([[4, 1, 2]] * 3),
             np.array([[-0.5, -1.5, -2.5]] * 3),
         )
-        outputs = {output.sequence_id: output for output in bench.scheduler.update(plan, result)}
+        outputs = {
+            output.sequence_id: output for output in bench.scheduler.update(plan, result, 0.01)
+        }
         assert outputs["none"].logprobs is None
         assert outputs["zero"].logprobs is not None and outputs["zero"].logprobs[0].top == []
         assert outputs["two"].logprobs is not None
         assert outputs["two"].logprobs[0].top == [(4, -0.5), (1, -1.5)]
-
-
-class TestSharing:
-    def test_many_sessions_over_one_prefix_compute_it_once(self) -> None:
-        """Sequences that wait for a block another one computes are held back until it is there."""
-        bench = EngineBench(num_blocks=400, max_num_seqs=50, max_batched_tokens=64)
-        shared = prompt(1, 160)
-        for number in range(50):
-            bench.tell(submit(f"s{number}", [*shared, number % 49 + 1, 7], max_tokens=3))
-        bench.run()
-        assert_outputs_are_the_oracles(bench)
-        assert bench.scheduler.stats().num_prefill_tokens_total <= 160 + 50 * 2
-
-    def test_samples_of_one_prompt_compute_it_once(self) -> None:
-        """n samples of a prompt compute it once; each repeats its last token for the logits."""
-        bench = EngineBench(num_blocks=100)
-        for number in range(8):
-            bench.tell(submit(f"s{number}", prompt(1, 45), max_tokens=6, seed=number))
-        bench.run()
-        assert_outputs_are_the_oracles(bench)
-        assert len({tuple(tokens) for tokens in bench.tokens.values()}) == 8
-        assert bench.scheduler.stats().num_prefill_tokens_total == 45 + 7
-
-    def test_holding_back_does_not_hold_up_others(self) -> None:
-        """Who waits for a prefix steps aside; the next in the queue enters meanwhile."""
-        bench = EngineBench(max_batched_tokens=16)
-        bench.tell(submit("owner", prompt(1, 24), max_tokens=2))
-        bench.tell(submit("held", [*prompt(1, 24), 9], max_tokens=2))
-        bench.step()
-        bench.tell(submit("other", prompt(2, 4), max_tokens=2))
-        plan = bench.step()
-        assert plan is not None
-        assert [row.num_tokens for row in plan.rows] == [8, 4]
-        bench.run()
-        assert_outputs_are_the_oracles(bench)
-
-    def test_when_the_owner_goes_the_others_go_on(self) -> None:
-        """A promise ends with its owner: who waited computes the prefix itself."""
-        bench = EngineBench(max_batched_tokens=16)
-        bench.tell(submit("owner", prompt(1, 60), max_tokens=2))
-        bench.tell(submit("held", [*prompt(1, 60), 9], max_tokens=2))
-        bench.step()
-        bench.tell(Cancel("owner"))
-        bench.run()
-        assert bench.tokens["held"] == bench.expected("held")
-
-    def test_a_next_turn_computes_only_what_is_new(self) -> None:
-        """Turn after turn: the last sampled token of the turn before, and the new tokens."""
-        bench = EngineBench()
-        context = prompt(1, 13)
-        for turn in range(6):
-            fed = bench.runner.num_tokens_fed
-            bench.tell(submit(f"t{turn}", context, max_tokens=5, lease_id="chat"))
-            bench.run()
-            if turn:
-                num_new = 4
-                assert bench.runner.num_tokens_fed - fed == 1 + num_new + 4
-                usage = bench.finishes[f"t{turn}"].usage
-                assert usage.num_cached_tokens == len(context) - num_new - 1
-                assert not bench.plans[-1].copies and not bench.plans[-5].copies
-            context = [*context, *bench.tokens[f"t{turn}"], 3, 1, 4, 2]
-        assert_outputs_are_the_oracles(bench)
-
-    def test_forks_at_any_point_share_what_is_before_them(self) -> None:
-        """A fork computes only what follows it, wherever in a block it lies."""
-        bench = EngineBench(num_blocks=200)
-        bench.tell(submit("root", prompt(1, 21), max_tokens=20, lease_id="root"))
-        bench.run()
-        context = prompt(1, 21) + bench.tokens["root"]
-        for at in range(1, 40):
-            fork = [*context[:at], context[at] % 49 + 1]
-            bench.tell(submit(f"f{at}", fork, max_tokens=1))
-            bench.run()
-            assert bench.finishes[f"f{at}"].usage.num_cached_tokens == at
-        assert_outputs_are_the_oracles(bench)
-
-    def test_tenants_share_nothing(self) -> None:
-        """The same prompt of another tenant is computed anew."""
-        bench = EngineBench()
-        bench.tell(submit("a", prompt(1, 30), tenant="a"))
-        bench.run()
-        bench.tell(submit("b", prompt(1, 30), tenant="b"))
-        bench.run()
-        assert bench.finishes["b"].usage.num_cached_tokens == 0
 
 
 class TestLimits:
@@ -335,216 +239,6 @@ class TestResuming:
         assert bench.step() is None
 
 
-class TestPressure:
-    def test_giving_way_changes_no_output(self) -> None:
-        """In a pool that is too small sequences give way and still say the same."""
-        bench = EngineBench(num_blocks=12, max_num_seqs=8)
-        bench.teach_short_outputs()
-        for number in range(8):
-            bench.tell(submit(f"s{number}", prompt(number + 1, 6), max_tokens=60, explicit=False))
-        bench.run()
-        assert bench.scheduler.stats().num_preemptions_total > 0
-        assert_outputs_are_the_oracles(bench)
-
-    def test_the_newest_of_the_lowest_priority_gives_way(self) -> None:
-        """When a block is missing, the last in rank leaves the batch, and comes back."""
-        bench = EngineBench(num_blocks=7, max_num_seqs=3)
-        bench.teach_short_outputs()
-        for first, (name, priority) in enumerate([("low", 0), ("first", 1), ("second", 1)], 5):
-            bench.tell(submit(name, prompt(first, 4), max_tokens=28, priority=priority))
-        bench.run()
-        assert bench.scheduler.stats().num_preemptions_total == 2
-        assert list(bench.finishes) == ["first", "second", "low"]
-        assert_outputs_are_the_oracles(bench)
-
-    def test_nobody_starves_behind_urgent_sequences(self) -> None:
-        """A low priority is overtaken only for a bounded time, however many urgent ones come."""
-        bench = EngineBench(num_blocks=8, max_num_seqs=2)
-        bench.tell(submit("patient", prompt(1, 20), max_tokens=20, priority=-1))
-        for number in range(4000):
-            name = f"u{number}"
-            bench.tell(submit(name, prompt(number % 48 + 2, 9), max_tokens=9, priority=1))
-            for _ in range(6):
-                bench.step()
-            if "patient" in bench.finishes:
-                break
-        assert bench.tokens["patient"] == bench.expected("patient")
-        assert bench.now_s < 60
-
-    def test_nobody_starves_among_urgent_sequences_that_outgrow_him(self) -> None:
-        """Who has to give way to those who grow goes on in between, and ends."""
-        bench = EngineBench(num_blocks=8, max_num_seqs=2)
-        bench.teach_short_outputs()
-        bench.tell(submit("patient", prompt(1, 20), max_tokens=25, priority=-1, tenant="other"))
-        number = 0
-        while "patient" not in bench.finishes:
-            assert number < 100, bench.scheduler.stats()
-            if bench.scheduler.stats().waiting < 2:
-                name = f"u{number}"
-                bench.tell(submit(name, prompt(number % 48 + 2, 9), max_tokens=50, priority=1))
-                number += 1
-            bench.step()
-            bench.now_s += 1.0
-        assert bench.tokens["patient"] == bench.expected("patient")
-
-    def test_a_prompt_makes_room_among_sequences_already_in_the_plan(self) -> None:
-        """A senior prefill without a block takes the token back that a junior was just given."""
-        bench = EngineBench(num_blocks=17, max_num_seqs=4, max_batched_tokens=8)
-        bench.teach_short_outputs()
-        for first, length in enumerate((7, 4, 4), 1):
-            bench.tell(submit(f"s{first}", prompt(first, length), max_tokens=70))
-        for _ in range(3):
-            bench.step()
-        bench.tell(submit("urgent", prompt(9, 68), max_tokens=2, priority=1))
-        bench.run()
-        assert bench.scheduler.stats().num_preemptions_total > 0
-        assert next(iter(bench.finishes)) == "urgent"
-        assert_outputs_are_the_oracles(bench)
-
-    def test_nobody_starves_in_his_own_growth(self) -> None:
-        """Each who gives way rises in rank, so all end although none fits beside another."""
-        bench = EngineBench(num_blocks=5, max_num_seqs=4)
-        bench.teach_short_outputs()
-        for number in range(10):
-            bench.tell(submit(f"s{number}", prompt(number + 1, 9), max_tokens=31, priority=number))
-        bench.run(max_steps=2000)
-        assert_outputs_are_the_oracles(bench)
-
-    def test_tenants_take_turns(self) -> None:
-        """A tenant with one request is not behind another tenant's hundred."""
-        bench = EngineBench(num_blocks=30, max_num_seqs=2, max_waiting=200)
-        for number in range(100):
-            bench.tell(submit(f"many{number}", prompt(number % 40 + 1, 9), tenant="many"))
-        bench.step()
-        bench.tell(submit("one", prompt(45, 9), tenant="one"))
-        bench.run()
-        order = list(bench.finishes)
-        assert order.index("one") < 6
-
-
-class TestParking:
-    def test_goes_on_at_the_next_token(self) -> None:
-        """Parking keeps the blocks; unparking repeats at most the token that was in flight."""
-        bench = EngineBench()
-        bench.tell(submit("a", prompt(1, 20), max_tokens=30))
-        for _ in range(8):
-            bench.step()
-        bench.tell(Park("a"))
-        assert bench.scheduler.stats().parked == 1
-        bench.run()
-        said = len(bench.tokens["a"])
-        fed = bench.runner.num_tokens_fed
-        bench.tell(Unpark("a"))
-        bench.run()
-        assert bench.tokens["a"] == bench.expected("a")
-        assert bench.runner.num_tokens_fed - fed == 30 - said + 1
-
-    def test_gives_its_blocks_up_before_a_running_sequence_gives_way(self) -> None:
-        """Under pressure parked blocks go first, and are computed again afterwards."""
-        bench = EngineBench(num_blocks=6)
-        bench.tell(submit("a", prompt(1, 20), max_tokens=10))
-        for _ in range(4):
-            bench.step()
-        bench.tell(Park("a"))
-        bench.tell(submit("b", prompt(2, 30), max_tokens=15))
-        bench.run()
-        assert "b" in bench.finishes
-        assert bench.scheduler.stats().num_preemptions_total == 0
-        bench.tell(Unpark("a"))
-        bench.run()
-        assert_outputs_are_the_oracles(bench)
-
-    def test_waiting_sequences_can_be_parked(self) -> None:
-        """Parked before it ever ran, a sequence runs when it is unparked."""
-        bench = EngineBench()
-        bench.tell(submit("a", prompt(1, 20)))
-        bench.tell(Park("a"))
-        assert bench.step() is None
-        bench.tell(Unpark("a"))
-        bench.run()
-        assert bench.tokens["a"] == bench.expected("a")
-
-
-class TestCancelling:
-    @pytest.mark.parametrize("num_steps", range(8))
-    @pytest.mark.parametrize("parked", [False, True])
-    def test_ends_in_every_state_and_stops(self, num_steps: int, parked: bool) -> None:
-        """Waiting, prefilling, decoding, parked: one finish with usage, and no step after it."""
-        bench = EngineBench(max_batched_tokens=16)
-        bench.tell(submit("a", prompt(1, 40), max_tokens=30))
-        for _ in range(num_steps):
-            bench.step()
-        if parked:
-            bench.tell(Park("a"))
-        num_said = len(bench.tokens.get("a", []))
-        bench.tell(Cancel("a"))
-        bench.tell(Cancel("a"))
-        finish = bench.finishes["a"]
-        assert (finish.reason, finish.usage.num_output_tokens) == ("cancelled", num_said)
-        assert bench.step() is None
-        assert bench.step() is None
-        assert bench.scheduler.stats().blocks_leased == 0
-
-    def test_an_unknown_id_is_ignored(self) -> None:
-        """A cancel may cross the finish on its way: nothing is said twice."""
-        bench = EngineBench()
-        for command in (Cancel("x"), Park("x"), Unpark("x"), Release("x")):
-            assert bench.scheduler.handle(command) == []
-
-    def test_keeps_only_the_tokens_before_a_stop_string(self) -> None:
-        """keep_tokens trims the lease: the next turn finds the kept tokens and no others."""
-        bench = EngineBench()
-        bench.tell(submit("a", prompt(1, 10), max_tokens=30, lease_id="chat"))
-        while len(bench.tokens.get("a", [])) < 14:
-            bench.step()
-        bench.tell(Cancel("a", keep_tokens=5))
-        assert bench.finishes["a"].usage.num_output_tokens == 5
-        stats = bench.scheduler.stats()
-        assert stats.blocks_leased == 2
-        kept = prompt(1, 10) + bench.tokens["a"][:5]
-        bench.tell(submit("b", [*kept, 3, 3], max_tokens=4, lease_id="chat"))
-        bench.run()
-        assert bench.finishes["b"].usage.num_cached_tokens == 15
-        assert bench.tokens["b"] == bench.expected("b")
-
-
-class TestReleasing:
-    def test_frees_an_idle_lease(self) -> None:
-        """Its blocks are cached like any others, and found."""
-        bench = EngineBench()
-        bench.tell(submit("a", prompt(1, 20), lease_id="chat"))
-        bench.run()
-        assert bench.scheduler.stats().blocks_leased > 0
-        bench.tell(Release("chat"))
-        assert bench.scheduler.stats().blocks_leased == 0
-        assert bench.scheduler.stats().blocks_cached > 0
-
-    @pytest.mark.parametrize("num_steps", [0, 3, 100])
-    def test_erases_what_nobody_else_uses(self, num_steps: int) -> None:
-        """Before, while and after it runs: erased tokens are found by no later prompt."""
-        bench = EngineBench()
-        bench.tell(submit("a", prompt(1, 20), lease_id="chat"))
-        for _ in range(num_steps):
-            bench.step()
-        bench.tell(Release("chat", erase=True))
-        bench.run()
-        stats = bench.scheduler.stats()
-        assert (stats.blocks_leased, stats.blocks_cached) == (0, 0)
-        assert bench.tokens["a"] == bench.expected("a")
-
-
-def test_waste_is_what_partial_blocks_leave_empty() -> None:
-    """The metric: leased tokens against leased room, each block once."""
-    bench = EngineBench(num_blocks=100)
-    bench.tell(submit("a", prompt(1, 20), max_tokens=2, lease_id="a"))
-    bench.tell(submit("b", [*prompt(1, 20), 4], max_tokens=2, lease_id="b"))
-    bench.run()
-    stats = bench.scheduler.stats()
-    # Blocks of 8: two full ones shared, then 5 and 6 tokens in a partial block each.
-    assert stats.blocks_leased == 4
-    assert (stats.kv_tokens_used, stats.kv_tokens_capacity) == (16 + 5 + 6, 32)
-
-
 def test_an_output_says_where_it_begins() -> None:
     """Outputs are numbered without gaps, and the last one carries the finish."""
     bench = EngineBench()
@@ -553,16 +247,6 @@ def test_an_output_says_where_it_begins() -> None:
         plan = bench.scheduler.schedule()
         assert plan is not None
         pending = bench.runner.run(bench.builder.build(plan))
-        outputs += bench.scheduler.update(plan, pending.result())
+        outputs += bench.scheduler.update(plan, pending.result(), 0.01)
     assert [output.first_token for output in outputs] == [0, 1, 2]
     assert [output.finish is None for output in outputs] == [True, True, False]
-
-
-def test_tokens_in_flight_are_no_waste() -> None:
-    """Blocks that a launched step fills count as filled."""
-    bench = EngineBench(num_blocks=100)
-    bench.tell(submit("a", prompt(1, 40), max_tokens=20))
-    for length in (40, 41, 42):
-        bench.step()
-        stats = bench.scheduler.stats()
-        assert (stats.kv_tokens_used, stats.kv_tokens_capacity) == (length, -(-length // 8) * 8)

@@ -1,5 +1,7 @@
 """A scheduler, a batch builder and the fake runner, stepped by hand with one plan in flight."""
 
+from collections.abc import Callable
+
 from hillstar.engine.batch import BatchBuilder
 from hillstar.engine.intake import Intake
 from hillstar.engine.kv.manager import BlockManager
@@ -7,6 +9,8 @@ from hillstar.engine.messages import Finish, Output, SamplingParams, Submit, pac
 from hillstar.engine.plan import Pending, Plan
 from hillstar.engine.scheduler import Command, Scheduler
 from support.fake_runner import EOS_ID, FakeModel, FakeRunner, fake_generate
+
+ROUND_S = 0.01  # what a round takes in which nothing is computed
 
 
 def submit(
@@ -42,7 +46,8 @@ def submit(
 
 
 class EngineBench:
-    """Everything that came out is in `tokens`, `finishes` and `plans`. Time is in `now_s`."""
+    """Everything that came out is in `tokens`, `finishes` and `plans`. Time is in `now_s`; a step
+    takes as long as `step_s` says of its plan."""
 
     def __init__(
         self,
@@ -55,6 +60,8 @@ class EngineBench:
         max_waiting: int = 100,
         model: FakeModel | None = None,
         eager: bool = False,
+        inter_token_target_s: float | None = None,
+        step_s: Callable[[Plan], float] = lambda _: ROUND_S,
     ) -> None:
         self.model = model or FakeModel()
         self.num_kv_tokens = num_blocks * block_size
@@ -74,6 +81,7 @@ class EngineBench:
             max_num_seqs=max_num_seqs,
             max_batched_tokens=max_batched_tokens,
             max_waiting=max_waiting,
+            inter_token_target_s=inter_token_target_s,
             clock=lambda: self.now_s,
         )
         self.builder = BatchBuilder(
@@ -85,6 +93,7 @@ class EngineBench:
         self.finishes: dict[str, Finish] = {}
         self.plans: list[Plan] = []
         self._checks = True
+        self._step_s = step_s
         self._in_flight: tuple[Plan, Pending] | None = None
 
     @property
@@ -106,10 +115,11 @@ class EngineBench:
         if plan is not None:
             self.plans.append(plan)
             self._in_flight = (plan, self.runner.run(self.builder.build(plan)))
+        seconds = ROUND_S if before is None else self._step_s(before[0])
+        self.now_s += seconds
         if before is not None:
-            self._take(self.scheduler.update(before[0], before[1].result()))
+            self._take(self.scheduler.update(before[0], before[1].result(), seconds))
             self._check()
-        self.now_s += 0.01
         return plan
 
     def run(self, max_steps: int = 10_000) -> int:
@@ -160,3 +170,13 @@ class EngineBench:
 
 def ids_of(data: bytes) -> list[int]:
     return [int(token) for token in unpack_ids(data)]
+
+
+def prompt(first: int, length: int) -> list[int]:
+    """Tokens that no prompt of another `first` begins with."""
+    return [first] + [(first * 7 + index * 3) % 49 + 1 for index in range(length - 1)]
+
+
+def assert_outputs_are_the_oracles(bench: EngineBench) -> None:
+    for name in bench.submits:
+        assert bench.tokens[name] == bench.expected(name), name

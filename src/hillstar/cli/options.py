@@ -72,6 +72,14 @@ SERVE = (
         "N",
     ),
     Setting(
+        "inter-token-target-ms",
+        values.integer(0, 60_000),
+        100,
+        "milliseconds between two tokens of a response while prompts are read beside it, which"
+        " then takes longer; 0: as long as it takes (100)",
+        "MS",
+    ),
+    Setting(
         "api-keys",
         values.path,
         None,
