@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hillstar.engine.memory import free_memory_bytes
+from hillstar.engine.memory import free_memory_bytes, zeros
 from hillstar.engine.models.config import ModelConfig
 
 
@@ -64,8 +64,12 @@ class KVCache:
             raise CacheMemoryError(f"{refusal}: {available / 2**30:.2f} GiB are available")
         try:
             # Zeroed: unwritten slots are masked out of attention, and 0 * NaN would not be 0.
-            self.pool = torch.zeros(shape, dtype=dtype, device=device)
-        except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
+            self.pool = (
+                zeros(shape, dtype)
+                if torch.device(device).type == "cpu"
+                else torch.zeros(shape, dtype=dtype, device=device)
+            )
+        except (torch.OutOfMemoryError, RuntimeError, MemoryError, OSError) as error:
             raise CacheMemoryError(f"{refusal}: {error}") from error
 
     @property

@@ -6,13 +6,15 @@ converting its dtype on the way. Nothing is ever unpickled.
 """
 
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from hillstar.engine.memory import zeros
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.errors import ModelError
 from hillstar.engine.models.weights import LayerWeights, Weights
@@ -22,6 +24,7 @@ Progress = Callable[[int, int], None]
 
 _INDEX = "model.safetensors.index.json"
 _DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_ALIGNMENT_BYTES = 256
 _MAX_NAMES = 4  # names listed in one error
 
 
@@ -64,7 +67,8 @@ def load_weights(
     stored = _read_headers(model_dir)
     _check(model_dir, config, stored)
     total = sum(stored[name].size_bytes for name in expected_shapes(config))
-    reader = _Reader(stored, dtype, torch.device(device), total, progress)
+    memory = _Memory(expected_shapes(config).values(), dtype, torch.device(device))
+    reader = _Reader(stored, memory, total, progress)
     top = _top_level(config)
     embedding = reader.required(top["embedding"])
     return Weights(
@@ -136,20 +140,44 @@ def _layer(config: ModelConfig, index: int) -> dict[str, _Parts]:
     }
 
 
+class _Memory:
+    """One allocation for all parameters, in the order in which a step reads them."""
+
+    def __init__(
+        self, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        size = (sum(_aligned(math.prod(shape), dtype) for shape in shapes),)
+        on_host = device.type == "cpu"
+        self._free = (
+            zeros(size, dtype) if on_host else torch.empty(size, dtype=dtype, device=device)
+        )
+
+    def take(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """The next part of it, not initialised."""
+        num_elems = math.prod(shape)
+        taken = self._free[:num_elems].view(shape)
+        self._free = self._free[_aligned(num_elems, taken.dtype) :]
+        return taken
+
+
+def _aligned(num_elems: int, dtype: torch.dtype) -> int:
+    """Rounded up, so that the next tensor starts where any kernel likes it."""
+    unit = _ALIGNMENT_BYTES // dtype.itemsize
+    return -(-num_elems // unit) * unit
+
+
 class _Reader:
     """Copies tensors out of memory-mapped files and counts the bytes; owns the open files."""
 
     def __init__(
         self,
         stored: dict[str, _Stored],
-        dtype: torch.dtype,
-        device: torch.device,
+        memory: "_Memory",
         total: int,
         progress: Progress | None,
     ) -> None:
         self._stored = stored
-        self._dtype = dtype
-        self._device = device
+        self._memory = memory
         self._done = 0
         self._total = total
         self._progress = progress
@@ -159,7 +187,7 @@ class _Reader:
         """A parameter stacked from its parts in one allocation."""
         num_rows = sum(part.shape[0] for part in parts)
         shape = (num_rows, *parts[0].shape[1:])
-        target = torch.empty(shape, dtype=self._dtype, device=self._device)
+        target = self._memory.take(shape)
         row = 0
         for part in parts:
             stored = self._stored[part.name]

@@ -183,3 +183,15 @@ def test_index_names_files_of_the_folder(tmp_path: Path, file: object) -> None:
     index.write_text("{}")
     with pytest.raises(ModelError, match="weight_map"):
         load(tmp_path)
+
+
+def test_parameters_lie_in_one_allocation(tmp_path: Path) -> None:
+    """A step reads one run of memory, from the embedding through every layer to the last norm."""
+    save_tiny("llama", tmp_path)
+    weights = load_weights(tmp_path, ModelConfig.from_dir(tmp_path), dtype=torch.bfloat16)
+    matrices = [m for layer in weights.layers for m in (layer.qkv, layer.o, layer.gate_up)]
+    used = [weights.embedding, *matrices, weights.norm]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in used}) == 1
+    offsets = [tensor.storage_offset() for tensor in used]
+    assert offsets == sorted(offsets)
+    assert all(tensor.data_ptr() % 256 == 0 for tensor in used)
