@@ -20,8 +20,9 @@ from hillstar.server.errors import (
     response_not_found,
 )
 from hillstar.server.mail import Arrived, Failed, Lost, Mail
-from hillstar.server.mailbox import Mailbox, RunQueue
+from hillstar.server.mailbox import Mailbox
 from hillstar.server.records import ConversationRow, Fence, TurnRow
+from hillstar.server.runqueue import RunQueue
 from hillstar.server.sequences import Sequence
 from hillstar.server.session import Session
 from hillstar.server.tasks import Tasks

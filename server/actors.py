@@ -12,9 +12,9 @@ from hillstar.server.actor import Actor
 from hillstar.server.conversation import Services
 from hillstar.server.errors import ApiError, conversation_not_found
 from hillstar.server.mail import Disconnected
-from hillstar.server.mailbox import RunQueue
 from hillstar.server.ports import Scope
 from hillstar.server.records import ConversationRow
+from hillstar.server.runqueue import RunQueue
 from hillstar.server.tasks import Tasks
 
 log = logging.getLogger(__name__)

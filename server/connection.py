@@ -22,11 +22,10 @@ from hillstar.server.socket import (
     CLOSE_RESTART,
     CLOSE_SUPERSEDED,
     CLOSE_TOO_SLOW,
-    ControlFrame,
     Socket,
-    SocketFrame,
     SocketSink,
     bound_send_buffer,
+    frame,
     linger,
     negotiate,
 )
@@ -73,7 +72,7 @@ class Connection:
         self._front = front
         self._principal = principal
         self._socket = socket
-        self._outbox: Outbox[SocketFrame] = Outbox(sink, front.limits)
+        self._outbox = Outbox(sink, front.limits, front.departures)
         self._sender = Sender(self._outbox, protocol)
         self._tasks = asyncio.TaskGroup()
         self._commands = Commands(front, principal, self, self._sender, self._tasks)
@@ -105,7 +104,7 @@ class Connection:
             if message.type is WSMsgType.TEXT or message.type is WSMsgType.BINARY:
                 await self._take(message.data)
             elif message.type is WSMsgType.PING:
-                self._outbox.put(ControlFrame(WSMsgType.PONG, bytes(message.data)))
+                self._outbox.put(frame(WSMsgType.PONG, bytes(message.data)))
             elif message.type is not WSMsgType.PONG:
                 return
 
@@ -150,7 +149,7 @@ class Connection:
                 self._socket.abort()
         elif now - self._heard_at >= heartbeat_s:
             self._pinged_at = now
-            self._outbox.put(ControlFrame(WSMsgType.PING))
+            self._outbox.put(frame(WSMsgType.PING, b""))
 
     def announce_drain(self, deadline_s: float) -> None:
         """Of `Peer`."""

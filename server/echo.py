@@ -13,11 +13,10 @@ from hillstar.server.ports import Principal
 from hillstar.server.socket import (
     CLOSE_OK,
     CLOSE_TOO_SLOW,
-    ControlFrame,
     Socket,
-    SocketFrame,
     SocketSink,
     bound_send_buffer,
+    frame,
     linger,
 )
 
@@ -30,7 +29,7 @@ async def echo_socket(
         socket = Socket(front.limits, front.config.max_frame_bytes)
         writer = await socket.prepare(request)
         bound_send_buffer(request)
-        outbox: Outbox[SocketFrame] = Outbox(SocketSink(socket, request, writer), front.limits)
+        outbox = Outbox(SocketSink(socket, request, writer), front.limits, front.departures)
 
         async def write() -> None:
             code = CLOSE_OK if await outbox.run() else CLOSE_TOO_SLOW
@@ -47,12 +46,14 @@ async def echo_socket(
     return socket
 
 
-async def _read(socket: Socket, outbox: Outbox[SocketFrame]) -> None:
+async def _read(socket: Socket, outbox: Outbox) -> None:
     while True:
         message = await socket.receive()
-        if message.type is WSMsgType.TEXT or message.type is WSMsgType.BINARY:
-            outbox.put(message.data)
+        if message.type is WSMsgType.TEXT:
+            outbox.put(frame(WSMsgType.TEXT, message.data.encode()))
+        elif message.type is WSMsgType.BINARY:
+            outbox.put(frame(WSMsgType.BINARY, message.data))
         elif message.type is WSMsgType.PING:
-            outbox.put(ControlFrame(WSMsgType.PONG, bytes(message.data)))
+            outbox.put(frame(WSMsgType.PONG, bytes(message.data)))
         elif message.type is not WSMsgType.PONG:
             return

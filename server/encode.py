@@ -1,10 +1,12 @@
-"""Events to frames. JSON in text frames (`str`), msgpack in binary ones (`bytes`).
+"""Events to what a frame carries: UTF-8 JSON, or msgpack.
 
 What only Hillstar's protocols carry (`first_token`, `num_tokens`, `hillstar: {"r"}`) is left out
 for OpenAI's. `stream_id` is there exactly when the lane has a name.
+
+There is a delta for every token, so deltas are written field by field, from parts that are encoded
+already where a whole response shares them (`events.Place`).
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,104 +15,65 @@ from hillstar.server.errors import ApiError
 from hillstar.server.events import Event, Notice, TextDelta
 from hillstar.server.wire import Protocol
 
-
-class _AnyDelta(
-    msgspec.Struct,
-    tag_field="type",
-    tag="response.output_text.delta",
-    omit_defaults=True,
-    gc=False,
-):
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int
-    delta: str
-    logprobs: Sequence[dict[str, Any]]
-
-
-class _Delta(_AnyDelta):
-    """A delta as OpenAI writes it."""
-
-    stream_id: str | None = None
-
-
-class _CoveredDelta(_AnyDelta):
-    """A delta with the tokens it covers."""
-
-    first_token: int
-    num_tokens: int
-    stream_id: str | None = None
-
-
 _HOT_DELTA = 1  # the first element of the msgpack array form
 _NUMBERED = ("response.created", "hillstar.resumed")  # the events that tell a response's `r`
 
 _to_json = msgspec.json.Encoder().encode
 _to_msgpack = msgspec.msgpack.Encoder().encode
+_JSON, _MSGPACK = Protocol.JSON, Protocol.MSGPACK  # looking a member up takes as long as encoding
 
 
 def encode(
-    event: Event | TextDelta | Notice,
-    protocol: Protocol,
-    *,
-    stream_id: str | None = None,
-    r: int | None = None,
-) -> str | bytes:
-    """One frame. `r` is the number this socket gave the response.
+    event: Event | Notice, protocol: Protocol, *, stream_id: str | None = None, r: int | None = None
+) -> bytes:
+    """Anything but a delta. `r` is the number this socket gave the response; it goes into
+    `response.created` and `hillstar.resumed` as `hillstar: {"r": r}`."""
+    frame = _as_map(event)
+    if r is not None and protocol.is_hillstar and event.type in _NUMBERED:
+        frame["hillstar"] = {"r": r}
+    return _with_lane(frame, protocol, stream_id)
 
-    It goes into `response.created` and `hillstar.resumed` as `hillstar: {"r": r}`, and heads the
-    msgpack form of a delta, `[1, r, sequence_number, output_index, content_index, delta,
-    first_token, num_tokens]`. A delta with logprobs, or without `r`, stays a map.
-    """
-    if not isinstance(event, TextDelta):
-        frame = _as_map(event)
-        if r is not None and protocol.is_hillstar and event.type in _NUMBERED:
-            frame["hillstar"] = {"r": r}
-        return _frame(frame, protocol, stream_id)
-    if protocol is Protocol.MSGPACK and r is not None and not event.logprobs:
+
+def encode_delta(delta: TextDelta, protocol: Protocol, stream_id: str | None, r: int) -> bytes:
+    """A delta: in msgpack the array `[1, r, sequence_number, output_index, content_index, delta,
+    first_token, num_tokens]`, or a map where there are logprobs; in JSON always a map."""
+    if protocol is not _MSGPACK:
+        return _json_delta(delta, with_cover=protocol is _JSON, stream_id=stream_id)
+    place = delta.place
+    number, first, count = delta.sequence_number, delta.first_token, delta.num_tokens
+    output_index, content_index = place.output_index, place.content_index
+    if not delta.logprobs:
         return _to_msgpack(
-            (
-                _HOT_DELTA,
-                r,
-                event.sequence_number,
-                event.output_index,
-                event.content_index,
-                event.delta,
-                event.first_token,
-                event.num_tokens,
-            )
+            (_HOT_DELTA, r, number, output_index, content_index, delta.delta, first, count)
         )
-    if protocol is Protocol.OPENAI:
-        return _to_json(_openai_delta(event, stream_id)).decode()
-    delta = _CoveredDelta(
-        event.sequence_number,
-        event.item_id,
-        event.output_index,
-        event.content_index,
-        event.delta,
-        event.logprobs,
-        event.first_token,
-        event.num_tokens,
-        stream_id,
-    )
-    return _to_json(delta).decode() if protocol is Protocol.JSON else _to_msgpack(delta)
+    frame = {
+        "type": "response.output_text.delta",
+        "sequence_number": number,
+        "item_id": place.item_id,
+        "output_index": output_index,
+        "content_index": content_index,
+        "delta": delta.delta,
+        "logprobs": delta.logprobs,
+        "first_token": first,
+        "num_tokens": count,
+    }
+    return _with_lane(frame, protocol, stream_id)
 
 
-def encode_error(
-    error: ApiError, protocol: Protocol, *, stream_id: str | None = None
-) -> str | bytes:
+def encode_error(error: ApiError, protocol: Protocol, *, stream_id: str | None = None) -> bytes:
     """The error frame `{"type":"error","status",…,"error":{…}}`."""
     frame = {"type": "error", "status": error.status, "error": error.body()}
-    return _frame(frame, protocol, stream_id)
+    return _with_lane(frame, protocol, stream_id)
 
 
-def encode_sse(event: Event | TextDelta) -> bytes:
+def encode_sse(event: Event) -> bytes:
     """One server-sent event (`event:` and `data:` lines), OpenAI's fields only."""
-    if isinstance(event, TextDelta):
-        data = _to_json(_openai_delta(event, None))
-        return b"event: response.output_text.delta\ndata: " + data + b"\n\n"
     return b"event: %s\ndata: %s\n\n" % (event.type.encode(), _to_json(_as_map(event)))
+
+
+def encode_sse_delta(delta: TextDelta) -> bytes:
+    """The same for a delta."""
+    return b"event: response.output_text.delta\ndata: %b\n\n" % _json_delta(delta)
 
 
 def encode_sse_error(error: ApiError, sequence_number: int) -> bytes:
@@ -133,18 +96,14 @@ def merge(first: TextDelta, second: TextDelta) -> TextDelta | None:
     Adjacent: the same item and part, and the second's tokens begin where the first's end.
     """
     if (
-        first.item_id != second.item_id
-        or first.output_index != second.output_index
-        or first.content_index != second.content_index
+        first.place != second.place
         or first.first_token + first.num_tokens != second.first_token
         or first.sequence_number >= second.sequence_number
     ):
         return None
     return TextDelta(
         second.sequence_number,
-        first.item_id,
-        first.output_index,
-        first.content_index,
+        first.place,
         first.delta + second.delta,
         first.first_token,
         first.num_tokens + second.num_tokens,
@@ -152,15 +111,21 @@ def merge(first: TextDelta, second: TextDelta) -> TextDelta | None:
     )
 
 
-def _openai_delta(event: TextDelta, stream_id: str | None) -> _Delta:
-    return _Delta(
-        event.sequence_number,
-        event.item_id,
-        event.output_index,
-        event.content_index,
-        event.delta,
-        event.logprobs,
-        stream_id,
+def _json_delta(
+    delta: TextDelta, *, with_cover: bool = False, stream_id: str | None = None
+) -> bytes:
+    cover = lane = b""
+    if with_cover:
+        cover = b',"first_token":%d,"num_tokens":%d' % (delta.first_token, delta.num_tokens)
+    if stream_id is not None:
+        lane = b',"stream_id":%b' % _to_json(stream_id)
+    return b'{"type":"response.output_text.delta","sequence_number":%d%b,"delta":%b%b%b%b}' % (
+        delta.sequence_number,
+        delta.place.json_fields,
+        _to_json(delta.delta),
+        b',"logprobs":%b' % _to_json(delta.logprobs) if delta.logprobs else b',"logprobs":[]',
+        cover,
+        lane,
     )
 
 
@@ -170,7 +135,7 @@ def _as_map(event: Event | Notice) -> dict[str, Any]:
     return {"type": event.type, **event.body}
 
 
-def _frame(frame: dict[str, Any], protocol: Protocol, stream_id: str | None) -> str | bytes:
+def _with_lane(frame: dict[str, Any], protocol: Protocol, stream_id: str | None) -> bytes:
     if stream_id is not None:
         frame["stream_id"] = stream_id
-    return _to_msgpack(frame) if protocol is Protocol.MSGPACK else _to_json(frame).decode()
+    return _to_msgpack(frame) if protocol is _MSGPACK else _to_json(frame)

@@ -18,6 +18,8 @@ are covered by none; text released at the end by no new token comes in a delta w
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import msgspec
@@ -65,13 +67,29 @@ class Event(msgspec.Struct, frozen=True):
     body: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where deltas belong: one value for all deltas of a part."""
+
+    item_id: str
+    output_index: int
+    content_index: int
+
+    @cached_property
+    def json_fields(self) -> bytes:
+        """`,"item_id":…,"output_index":…,"content_index":…`: each delta repeats it."""
+        return b',"item_id":%b,"output_index":%d,"content_index":%d' % (
+            msgspec.json.encode(self.item_id),
+            self.output_index,
+            self.content_index,
+        )
+
+
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """`response.output_text.delta`."""
 
     sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int
+    place: Place
     delta: str
     first_token: int
     num_tokens: int
@@ -94,7 +112,9 @@ class ResponseStream:
         options = turn.request.hillstar
         self._stops = StopMatcher(options.stop) if options.stop else None
         self._first_stop_token = options.min_tokens  # as with EOS, none may stop it before
-        self._item_id = output_item_id(turn.response_id, _OUTPUT_INDEX)
+        self._place = Place(
+            output_item_id(turn.response_id, _OUTPUT_INDEX), _OUTPUT_INDEX, _CONTENT_INDEX
+        )
         self._item_is_open = False
         self._end: TurnEnd | None = None
         self._sequence_number = 0
@@ -214,9 +234,7 @@ class ResponseStream:
         events.append(
             TextDelta(
                 number,
-                self._item_id,
-                _OUTPUT_INDEX,
-                _CONTENT_INDEX,
+                self._place,
                 text,
                 first_token,
                 self._num_tokens - first_token,
@@ -225,13 +243,13 @@ class ResponseStream:
         )
 
     def _open_item(self, events: list[Event | TextDelta]) -> None:
-        item = output_item(self._item_id, "in_progress", [])
+        item = output_item(self._place.item_id, "in_progress", [])
         events.append(
             self._event("response.output_item.added", {"output_index": _OUTPUT_INDEX, "item": item})
         )
         events.append(
             self._event(
-                "response.content_part.added", {**self._place(), "part": output_text("", [])}
+                "response.content_part.added", {**self._where(), "part": output_text("", [])}
             )
         )
         self._item_is_open = True
@@ -240,8 +258,8 @@ class ResponseStream:
         item = self._item()
         part = item["content"][0]
         text = {"text": part["text"], "logprobs": part["logprobs"]}
-        events.append(self._event("response.output_text.done", {**self._place(), **text}))
-        events.append(self._event("response.content_part.done", {**self._place(), "part": part}))
+        events.append(self._event("response.output_text.done", {**self._where(), **text}))
+        events.append(self._event("response.content_part.done", {**self._where(), "part": part}))
         events.append(
             self._event("response.output_item.done", {"output_index": _OUTPUT_INDEX, "item": item})
         )
@@ -250,13 +268,16 @@ class ResponseStream:
         status = status_of(self._end)
         if status not in ("in_progress", "completed"):
             status = "incomplete"
-        return output_item(self._item_id, status, [output_text(self.text, list(self._logprobs))])
+        return output_item(
+            self._place.item_id, status, [output_text(self.text, list(self._logprobs))]
+        )
 
-    def _place(self) -> dict[str, Any]:
+    def _where(self) -> dict[str, Any]:
+        place = self._place
         return {
-            "item_id": self._item_id,
-            "output_index": _OUTPUT_INDEX,
-            "content_index": _CONTENT_INDEX,
+            "item_id": place.item_id,
+            "output_index": place.output_index,
+            "content_index": place.content_index,
         }
 
     def _event(self, kind: str, body: dict[str, Any]) -> Event:

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from aiohttp import WSMsgType
+
 from hillstar.server import wire
-from hillstar.server.encode import encode, encode_error
+from hillstar.server.encode import encode, encode_delta, encode_error
 from hillstar.server.errors import ApiError
 from hillstar.server.events import Event, Notice, TextDelta
 from hillstar.server.outbox import Outbox
-from hillstar.server.socket import SocketFrame
+from hillstar.server.socket import frame
 
 AnyEvent = Event | TextDelta
 
@@ -28,23 +30,26 @@ def has_ended(response: Mapping[str, Any]) -> bool:
 class Sender:
     """Values in, frames of the socket's protocol into its outbox. Never blocks."""
 
-    def __init__(self, outbox: Outbox[SocketFrame], protocol: wire.Protocol) -> None:
+    def __init__(self, outbox: Outbox, protocol: wire.Protocol) -> None:
         self.outbox = outbox  # deltas go there directly: there is one for every token
         self.protocol = protocol
+        is_binary = protocol is wire.Protocol.MSGPACK
+        self.opcode = int(WSMsgType.BINARY if is_binary else WSMsgType.TEXT)
 
     def send_event(self, follower: "LaneFollower", event: Event | Notice) -> None:
         """Queue anything about a response but a delta."""
-        frame = encode(event, self.protocol, stream_id=follower.stream_id, r=follower.number)
-        self.outbox.put(frame, key=follower)
+        payload = encode(event, self.protocol, stream_id=follower.stream_id, r=follower.number)
+        self.outbox.put(frame(self.opcode, payload), follower)
 
     def refuse(self, error: ApiError, stream_id: str | None) -> None:
         """Queue an error frame."""
-        self.outbox.put(encode_error(error, self.protocol, stream_id=stream_id))
+        payload = encode_error(error, self.protocol, stream_id=stream_id)
+        self.outbox.put(frame(self.opcode, payload))
 
     def notify(self, kind: str, body: dict[str, Any]) -> None:
         """Queue a message about the socket itself, where the protocol has such."""
         if self.protocol.is_hillstar:
-            self.outbox.put(encode(Notice(kind, body), self.protocol))
+            self.outbox.put(frame(self.opcode, encode(Notice(kind, body), self.protocol)))
 
 
 class Board(Protocol):
@@ -96,7 +101,7 @@ class LaneFollower:
         sender = self._sender
         for event in events:
             if isinstance(event, TextDelta):
-                sender.outbox.put_delta(event, self, self.encode_delta)
+                sender.outbox.put_delta(event, self)
             else:
                 sender.send_event(self, event)
                 if event.type in TERMINAL_TYPES:
@@ -128,9 +133,12 @@ class LaneFollower:
             self._has_ended = True
             self._board.ended(self)
 
-    def encode_delta(self, delta: TextDelta) -> SocketFrame:
-        """The frame of a delta of this response."""
-        return encode(delta, self._sender.protocol, stream_id=self.stream_id, r=self.number)
+    def frame(self, delta: TextDelta) -> bytes:
+        """Of `outbox.Framer`."""
+        sender = self._sender
+        return frame(
+            sender.opcode, encode_delta(delta, sender.protocol, self.stream_id, self.number)
+        )
 
 
 class LastEvent:

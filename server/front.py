@@ -15,6 +15,7 @@ from hillstar.server.limits import (
     SocketLimits,
 )
 from hillstar.server.metrics import Metrics
+from hillstar.server.runqueue import RunQueue
 
 T = TypeVar("T")
 D = TypeVar("D", bound=str | bytes)
@@ -61,6 +62,7 @@ class Front:
         self.connections = ConnectionLimit(config.max_connections)
         self.rate = CreateRate(config.max_creates_per_minute)
         self.peers: set[Peer] = set()
+        self.departures = RunQueue(asyncio.get_running_loop())  # outboxes with something to send
         self.is_draining = False
         self._parsers = ThreadPoolExecutor(2, thread_name_prefix="hillstar-parse")
 

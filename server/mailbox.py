@@ -5,44 +5,15 @@ are synchronous and short, one actor runs one message at a time, and slow work c
 message.
 """
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from hillstar.server.runqueue import RunQueue
+
 MAX_RUN = 64  # messages of one actor before the next has its turn
-MAX_SLICE_S = 0.005  # of the loop's time before other callbacks have theirs
 
 M = TypeVar("M")
-
-
-class RunQueue:
-    """The mailboxes that hold something, in order of their first message."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._ready: deque[Callable[[], bool]] = deque()
-        self._scheduled = False
-
-    def add(self, run: Callable[[], bool]) -> None:
-        """Have `run` called soon, and again for as long as it returns True."""
-        self._ready.append(run)
-        if not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        deadline = self._loop.time() + MAX_SLICE_S
-        ready = self._ready
-        while ready:
-            run = ready.popleft()
-            if run():
-                ready.append(run)
-            if self._loop.time() >= deadline:
-                break
-        self._scheduled = bool(ready)
-        if ready:
-            self._loop.call_soon(self._drain)
 
 
 class Mailbox(Generic[M]):

@@ -1,32 +1,32 @@
 """What a peer has still to be sent, bounded: the writer's side of a socket or an event stream.
 
-Whoever has something for the peer puts it here and never waits; one writer task sends. While it
-sleeps because all was sent, what is put goes to the transport at once, on the writer's behalf: no
-queue, no wake-up, in the same order. So each delta of a peer that reads is a frame of its own.
-When the peer lags (the transport is full, or much has piled up at once), adjacent deltas of one
-response merge while they wait, so what is queued grows with the text and not with the number of
-tokens. Beyond a byte bound, or when a full transport makes no progress for the stall timeout, the
-peer is too slow and is cut; nothing else is ever dropped, control and error frames least of all.
+Whoever has something for the peer puts it here and never waits. While the peer reads, what is put
+in one turn of the event loop leaves together at its end, in one write: a step of the engine costs
+one, however many of its responses share the socket, and each delta is still a frame of its own.
+
+When the peer lags (the transport is full, or much has piled up before the writer runs) everything
+waits here for the writer task, and adjacent deltas of one response merge, so what is queued grows
+with the text and not with the number of tokens. Beyond a byte bound, or when a full transport
+makes no progress for the stall timeout, the peer is too slow and is cut; nothing else is ever
+dropped, control and error frames least of all.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sized
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from hillstar.server.encode import merge
 from hillstar.server.events import TextDelta
 from hillstar.server.limits import SocketLimits
+from hillstar.server.runqueue import RunQueue
 
-Frame = TypeVar("Frame", bound=Sized)
-FrameIn = TypeVar("FrameIn", bound=Sized, contravariant=True)
-
+MAX_LEAVING = 64  # frames in one write
 MAX_MERGED_CHARS = 4096  # bounds the copying of a long merge, and the frame
 FRAME_OVERHEAD_BYTES = 96  # of an entry in memory, besides its text
 LOGPROB_BYTES = 160  # of one token's logprob entry on the wire, alternatives apart
 
 
-class Sink(Protocol[FrameIn]):
+class Sink(Protocol):
     """The transport, as the writer sees it."""
 
     @property
@@ -34,8 +34,8 @@ class Sink(Protocol[FrameIn]):
         """Whether the transport's buffer is above its high-water mark."""
         ...
 
-    def send(self, frame: FrameIn) -> None:
-        """Write one frame. Raises ConnectionError once the peer is gone."""
+    def send(self, frames: bytes) -> None:
+        """Write whole frames. Raises ConnectionError once the peer is gone."""
         ...
 
     async def wait_writable(self) -> None:
@@ -43,29 +43,38 @@ class Sink(Protocol[FrameIn]):
         ...
 
 
-class _Pending(Generic[Frame]):
-    """A delta that waits, and how to make it a frame."""
+class Framer(Protocol):
+    """What one response is to the outbox: its deltas merge with each other while they wait."""
 
-    __slots__ = ("delta", "encode", "key", "num_bytes")
+    def frame(self, delta: TextDelta) -> bytes:
+        """The delta as it is sent."""
+        ...
 
-    def __init__(self, delta: TextDelta, key: object, encode: Callable[[TextDelta], Frame]) -> None:
+
+class _Pending:
+    """A delta that waits, and who makes it a frame."""
+
+    __slots__ = ("delta", "framer", "num_bytes")
+
+    def __init__(self, delta: TextDelta, framer: Framer) -> None:
         self.delta = delta
-        self.key = key
-        self.encode = encode
+        self.framer = framer
         self.num_bytes = _size(delta)
 
 
-class Outbox(Generic[Frame]):
+class Outbox:
     """Owned by its writer task (`run`); `put`, `put_delta`, `finish` and `stop` are for anybody
     on the loop."""
 
-    def __init__(self, sink: Sink[Frame], limits: SocketLimits) -> None:
+    def __init__(self, sink: Sink, limits: SocketLimits, departures: RunQueue) -> None:
         self._sink = sink
         self._limits = limits
-        self._entries: deque[Frame | _Pending[Frame]] = deque()
-        self._tails: dict[object, _Pending[Frame]] = {}  # the last entry of a key, if a delta
+        self._departures = departures
+        self._leaving: list[bytes] = []  # frames that go at the end of this turn of the loop
+        self._entries: deque[bytes | _Pending] = deque()  # what waits for the writer
+        self._tails: dict[Framer, _Pending] = {}  # the last entry of a response, if a delta
         self._num_bytes = 0
-        self._wake: asyncio.Future[None] | None = None  # the writer sleeps: nothing is queued
+        self._wake: asyncio.Future[None] | None = None  # the writer sleeps: nothing waits
         self._stall: asyncio.Timeout | None = None  # the writer waits for the transport
         self._is_closed = False  # nothing more is taken
         self._is_too_slow = False
@@ -73,7 +82,7 @@ class Outbox(Generic[Frame]):
 
     @property
     def num_bytes(self) -> int:
-        """An estimate of what is queued."""
+        """An estimate of what waits."""
         return self._num_bytes
 
     @property
@@ -81,40 +90,25 @@ class Outbox(Generic[Frame]):
         """Whether the writer waits for the transport to take more."""
         return self._stall is not None
 
-    def put(self, frame: Frame, key: object = None) -> None:
-        """Queue a frame. With `key`, later deltas of that key do not merge across it."""
-        if self._is_closed:
-            return
+    def put(self, frame: bytes, framer: Framer | None = None) -> None:
+        """Queue a frame. With `framer`, that response's later deltas do not merge across it."""
         if self._wake is not None:
-            self._send_at_once(frame)
-            return
-        if key is not None:
-            self._tails.pop(key, None)
-        self._append(frame, len(frame) + FRAME_OVERHEAD_BYTES)
+            self._leave_soon(frame)
+        elif not self._is_closed:
+            if framer is not None:
+                self._tails.pop(framer, None)
+            self._append(frame, len(frame) + FRAME_OVERHEAD_BYTES)
 
-    def put_delta(
-        self, delta: TextDelta, key: object, encode: Callable[[TextDelta], Frame]
-    ) -> None:
-        """Queue a delta of the response `key` stands for, merged into its last one on a lag."""
-        if self._is_closed:
-            return
+    def put_delta(self, delta: TextDelta, framer: Framer) -> None:
+        """Queue a delta, merged into the last one of its response on a lag."""
         if self._wake is not None:
-            self._send_at_once(encode(delta))
-            return
-        tail = self._tails.get(key)
-        if tail is not None and (self._sink.is_full or self._num_bytes > self._limits.merge_bytes):
-            merged = merge(tail.delta, delta)
-            if merged is not None and len(merged.delta) <= MAX_MERGED_CHARS:
-                size = _size(merged)
-                self._grow(size - tail.num_bytes)
-                tail.delta, tail.num_bytes = merged, size
-                return
-        pending = _Pending(delta, key, encode)
-        self._tails[key] = pending
-        self._append(pending, pending.num_bytes)
+            self._leave_soon(framer.frame(delta))
+        elif not self._is_closed:
+            self._append_delta(delta, framer)
 
     def finish(self) -> None:
         """Take nothing more; `run` returns once all that is queued was sent."""
+        self._leave()
         self._is_closed = True
         self._wake_writer()
 
@@ -143,26 +137,40 @@ class Outbox(Generic[Frame]):
             pass
         finally:
             self._is_closed = True
+            self._wake = None
             self._forget()
         return not self._is_too_slow
 
-    def _send_at_once(self, frame: Frame) -> None:
-        """Send while the writer sleeps, and have it watch a transport that is full now."""
-        try:
-            self._sink.send(frame)
-        except ConnectionError:
-            self.stop()
-            return
-        if self._sink.is_full:
-            self._wake_writer()
+    def _leave_soon(self, frame: bytes) -> None:
+        """Send at the end of this turn of the loop; a long replay on the way there."""
+        leaving = self._leaving
+        if not leaving:
+            self._departures.add(self._leave)
+        leaving.append(frame)
+        if len(leaving) >= MAX_LEAVING:
+            self._leave()
+
+    def _leave(self) -> bool:
+        """Send what was put while the writer slept, and have it watch a transport that is full
+        now. False, as a callback of `RunQueue`: once is enough."""
+        frames = self._leaving
+        if frames:
+            self._leaving = []
+            try:
+                self._sink.send(frames[0] if len(frames) == 1 else b"".join(frames))
+            except ConnectionError:
+                self.stop()
+            if self._sink.is_full:
+                self._wake_writer()
+        return False
 
     def _send_next(self) -> None:
         entry = self._entries.popleft()
         if isinstance(entry, _Pending):
             self._num_bytes -= entry.num_bytes
-            if self._tails.get(entry.key) is entry:
-                del self._tails[entry.key]
-            frame = entry.encode(entry.delta)
+            if self._tails.get(entry.framer) is entry:
+                del self._tails[entry.framer]
+            frame = entry.framer.frame(entry.delta)
         else:
             frame = entry
             self._num_bytes -= len(frame) + FRAME_OVERHEAD_BYTES
@@ -181,10 +189,22 @@ class Outbox(Generic[Frame]):
         self.num_progress += 1
         return True
 
-    def _append(self, entry: Frame | _Pending[Frame], num_bytes: int) -> None:
+    def _append_delta(self, delta: TextDelta, framer: Framer) -> None:
+        tail = self._tails.get(framer)
+        if tail is not None and (self._sink.is_full or self._num_bytes > self._limits.merge_bytes):
+            merged = merge(tail.delta, delta)
+            if merged is not None and len(merged.delta) <= MAX_MERGED_CHARS:
+                size = _size(merged)
+                self._grow(size - tail.num_bytes)
+                tail.delta, tail.num_bytes = merged, size
+                return
+        pending = _Pending(delta, framer)
+        self._tails[framer] = pending
+        self._append(pending, pending.num_bytes)
+
+    def _append(self, entry: bytes | _Pending, num_bytes: int) -> None:
         self._entries.append(entry)
         self._grow(num_bytes)
-        self._wake_writer()
 
     def _grow(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
@@ -199,6 +219,7 @@ class Outbox(Generic[Frame]):
             self._wake = None
 
     def _forget(self) -> None:
+        self._leaving = []
         self._entries.clear()
         self._tails.clear()
         self._num_bytes = 0

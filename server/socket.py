@@ -13,7 +13,7 @@ import asyncio
 import socket
 import struct
 
-from aiohttp import WSMsgType, web
+from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from hillstar.server.auth import subprotocols
@@ -31,23 +31,8 @@ SEND_BUFFER_BYTES = 256 << 10
 
 _NO_LIMIT = 1 << 62  # flow control is the outbox's
 _FINAL = 0x80
-_SHORT_HEADERS = [[bytes((_FINAL | opcode, size)) for size in range(126)] for opcode in range(16)]
-
-
-class ControlFrame:
-    """A ping or pong on its way through the outbox."""
-
-    __slots__ = ("opcode", "payload")
-
-    def __init__(self, opcode: WSMsgType, payload: bytes = b"") -> None:
-        self.opcode = opcode
-        self.payload = payload
-
-    def __len__(self) -> int:
-        return len(self.payload)
-
-
-SocketFrame = str | bytes | ControlFrame
+_MEDIUM = struct.Struct(">BBH").pack
+_LARGE = struct.Struct(">BBQ").pack
 
 
 def negotiate(header: str) -> Protocol:
@@ -96,7 +81,7 @@ class Socket(web.WebSocketResponse):
 
 
 class SocketSink:
-    """The outbox's view of a socket: frames (RFC 6455, 5.2) straight to the transport.
+    """The outbox's view of a socket: straight to the transport.
 
     aiohttp's own `send_frame` is four calls, three of them coroutines, for each token.
     """
@@ -111,29 +96,24 @@ class SocketSink:
     def is_full(self) -> bool:
         return self._protocol.writing_paused
 
-    def send(self, frame: SocketFrame) -> None:
+    def send(self, frames: bytes) -> None:
         transport = self._transport
         if transport is None or self._socket.closed or transport.is_closing():
             raise ConnectionResetError("the peer is gone")
-        if isinstance(frame, bytes):
-            transport.write(_header(WSMsgType.BINARY, len(frame)) + frame)
-        elif isinstance(frame, str):
-            payload = frame.encode()
-            transport.write(_header(WSMsgType.TEXT, len(payload)) + payload)
-        else:
-            transport.write(_header(frame.opcode, len(frame)) + frame.payload)
+        transport.write(frames)
 
     async def wait_writable(self) -> None:
         await self._writer.drain()
 
 
-def _header(opcode: int, num_bytes: int) -> bytes:
-    """Of a whole, unmasked message."""
-    if num_bytes < 126:
-        return _SHORT_HEADERS[opcode][num_bytes]
-    if num_bytes < 1 << 16:
-        return struct.pack(">BBH", _FINAL | opcode, 126, num_bytes)
-    return struct.pack(">BBQ", _FINAL | opcode, 127, num_bytes)
+def frame(opcode: int, payload: bytes) -> bytes:
+    """A whole, unmasked message (RFC 6455, 5.2)."""
+    size = len(payload)
+    if size < 126:
+        return b"%c%c%b" % (_FINAL | opcode, size, payload)
+    if size < 1 << 16:
+        return _MEDIUM(_FINAL | opcode, 126, size) + payload
+    return _LARGE(_FINAL | opcode, 127, size) + payload
 
 
 def bound_send_buffer(request: web.Request) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from aiohttp import web
 from aiohttp.http import StreamWriter
 
-from hillstar.server.encode import encode_sse, encode_sse_error
+from hillstar.server.encode import encode_sse, encode_sse_delta, encode_sse_error
 from hillstar.server.errors import ApiError, server_draining
 from hillstar.server.events import TextDelta
 from hillstar.server.followers import AnyEvent, is_terminal
@@ -34,13 +34,13 @@ class _Sink:
     def is_full(self) -> bool:
         return self._protocol.writing_paused
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frames: bytes) -> None:
         assert self.writer is not None
         transport = self.writer.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the peer is gone")
         is_chunked = self.writer.chunked  # not so for HTTP/1.0
-        transport.write(b"%x\r\n%b\r\n" % (len(frame), frame) if is_chunked else frame)
+        transport.write(b"%x\r\n%b\r\n" % (len(frames), frames) if is_chunked else frames)
 
     async def wait_writable(self) -> None:
         assert self.writer is not None
@@ -53,7 +53,7 @@ class EventStream:
     def __init__(self, front: Front, request: web.Request) -> None:
         self._front = front
         self._sink = _Sink(request)
-        self._outbox: Outbox[bytes] = Outbox(self._sink, front.limits)
+        self._outbox = Outbox(self._sink, front.limits, front.departures)
         self._next_sequence_number = 0
         self._posted_at = asyncio.get_running_loop().time()
 
@@ -61,14 +61,18 @@ class EventStream:
         """Of `ports.Follower`."""
         for event in events:
             if isinstance(event, TextDelta):
-                self._outbox.put_delta(event, self, encode_sse)
+                self._outbox.put_delta(event, self)
             else:
-                self._outbox.put(encode_sse(event), key=self)
+                self._outbox.put(encode_sse(event), self)
         if events:
             self._next_sequence_number = events[-1].sequence_number + 1
             self._posted_at = asyncio.get_running_loop().time()
             if is_terminal(events[-1]):
                 self._outbox.finish()
+
+    def frame(self, delta: TextDelta) -> bytes:
+        """Of `outbox.Framer`."""
+        return encode_sse_delta(delta)
 
     def lost(self, response_id: str, error: ApiError) -> None:
         """Of `ports.Follower`."""

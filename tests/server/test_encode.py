@@ -9,12 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hillstar.server.encode import encode, encode_error, encode_sse, encode_sse_error, merge
+from hillstar.server.encode import (
+    encode,
+    encode_delta,
+    encode_error,
+    encode_sse,
+    encode_sse_delta,
+    encode_sse_error,
+    merge,
+)
 from hillstar.server.errors import invalid
-from hillstar.server.events import Event, Notice, TextDelta
+from hillstar.server.events import Event, Notice, Place, TextDelta
 from hillstar.server.wire import Protocol
 
-DELTA = TextDelta(7, "msg_1", 0, 0, "é", 3, 2)
+PLACE = Place("msg_1", 0, 0)
+DELTA = TextDelta(7, PLACE, "é", 3, 2)
 LOGPROB = {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}
 OPENAI_DELTA = {
     "type": "response.output_text.delta",
@@ -28,51 +37,54 @@ OPENAI_DELTA = {
 CREATED = Event("response.created", 0, {"response": {"id": "resp_1"}})
 
 
-def decoded(frame: str | bytes) -> Any:
-    return json.loads(frame) if isinstance(frame, str) else msgspec.msgpack.decode(frame)
+def decoded(payload: bytes, protocol: Protocol = Protocol.JSON) -> Any:
+    is_msgpack = protocol is Protocol.MSGPACK
+    return msgspec.msgpack.decode(payload) if is_msgpack else json.loads(payload)
+
+
+def delta_map(delta: TextDelta, protocol: Protocol, stream_id: str | None = None) -> Any:
+    return decoded(encode_delta(delta, protocol, stream_id, 9), protocol)
 
 
 def test_openai_sees_openai_fields() -> None:
     """OpenAI's protocol carries nothing of ours, and the lane only if it has a name."""
-    assert decoded(encode(DELTA, Protocol.OPENAI, r=1)) == OPENAI_DELTA
-    with_lane = decoded(encode(DELTA, Protocol.OPENAI, stream_id="a", r=1))
-    assert with_lane == {**OPENAI_DELTA, "stream_id": "a"}
+    assert delta_map(DELTA, Protocol.OPENAI) == OPENAI_DELTA
+    assert delta_map(DELTA, Protocol.OPENAI, "a") == {**OPENAI_DELTA, "stream_id": "a"}
     assert "hillstar" not in decoded(encode(CREATED, Protocol.OPENAI, r=1))
 
 
 def test_json_adds_the_cover() -> None:
     """Our JSON protocol adds the tokens that a delta covers."""
-    frame = decoded(encode(DELTA, Protocol.JSON, stream_id="a", r=1))
-    assert frame == {**OPENAI_DELTA, "first_token": 3, "num_tokens": 2, "stream_id": "a"}
+    expected = {**OPENAI_DELTA, "first_token": 3, "num_tokens": 2, "stream_id": "a"}
+    assert delta_map(DELTA, Protocol.JSON, "a") == expected
 
 
 def test_msgpack_delta_is_an_array() -> None:
-    """The hot event is PROTOCOL's array; with logprobs, or before `r` is known, a map."""
-    assert decoded(encode(DELTA, Protocol.MSGPACK, stream_id="a", r=9)) == [
-        1,
-        9,
-        7,
-        0,
-        0,
-        "é",
-        3,
-        2,
-    ]
-    as_map = {**OPENAI_DELTA, "first_token": 3, "num_tokens": 2}
-    assert decoded(encode(DELTA, Protocol.MSGPACK)) == as_map
+    """The hot event is PROTOCOL's array; with logprobs a map."""
+    assert delta_map(DELTA, Protocol.MSGPACK, "a") == [1, 9, 7, 0, 0, "é", 3, 2]
     with_logprobs = msgspec.structs.replace(DELTA, logprobs=(LOGPROB,))
-    frame = decoded(encode(with_logprobs, Protocol.MSGPACK, r=9))
-    assert frame == {**as_map, "logprobs": [LOGPROB]}
+    expected = {**OPENAI_DELTA, "first_token": 3, "num_tokens": 2, "logprobs": [LOGPROB]}
+    assert delta_map(with_logprobs, Protocol.MSGPACK) == expected
+    assert delta_map(with_logprobs, Protocol.JSON) == expected
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+def test_any_text_survives(text: str) -> None:
+    """Quotes, control characters and everything else of Unicode come out as they went in."""
+    delta = msgspec.structs.replace(DELTA, delta=text)
+    for protocol in (Protocol.OPENAI, Protocol.JSON):
+        assert delta_map(delta, protocol)["delta"] == text
+    assert delta_map(delta, Protocol.MSGPACK)[5] == text
 
 
 @pytest.mark.parametrize("protocol", [Protocol.JSON, Protocol.MSGPACK])
 def test_created_tells_the_number_of_the_response(protocol: Protocol) -> None:
     """`r` is in response.created and hillstar.resumed, and in no other map."""
-    assert decoded(encode(CREATED, protocol, r=4))["hillstar"] == {"r": 4}
+    assert decoded(encode(CREATED, protocol, r=4), protocol)["hillstar"] == {"r": 4}
     resumed = Notice("hillstar.resumed", {"response_id": "resp_1"})
-    assert decoded(encode(resumed, protocol, r=4))["hillstar"] == {"r": 4}
+    assert decoded(encode(resumed, protocol, r=4), protocol)["hillstar"] == {"r": 4}
     other = Event("response.in_progress", 1, {"response": {}})
-    assert "hillstar" not in decoded(encode(other, protocol, r=4))
+    assert "hillstar" not in decoded(encode(other, protocol, r=4), protocol)
 
 
 @pytest.mark.parametrize("protocol", list(Protocol))
@@ -80,15 +92,9 @@ def test_events_keep_their_fields(protocol: Protocol) -> None:
     """Type, number, body and lane travel; encoding leaves the event as it was."""
     body = {"output_index": 0, "item": None}
     event = Event("response.output_item.added", 2, body)
-    frame = decoded(encode(event, protocol, stream_id="a"))
+    frame = decoded(encode(event, protocol, stream_id="a"), protocol)
     assert frame == {"type": event.type, "sequence_number": 2, **body, "stream_id": "a"}
     assert body == {"output_index": 0, "item": None}
-
-
-def test_frames_are_text_or_binary_by_protocol() -> None:
-    """JSON frames are str, msgpack frames bytes."""
-    kinds = [type(encode(CREATED, protocol)) for protocol in Protocol]
-    assert kinds == [str, str, bytes]
 
 
 def test_error_frames() -> None:
@@ -96,12 +102,12 @@ def test_error_frames() -> None:
     error = invalid("Bad.", "input")
     frame = decoded(encode_error(error, Protocol.OPENAI, stream_id="a"))
     assert frame == {"type": "error", "status": 400, "error": error.body(), "stream_id": "a"}
-    assert "stream_id" not in decoded(encode_error(error, Protocol.MSGPACK))
+    assert "stream_id" not in decoded(encode_error(error, Protocol.MSGPACK), Protocol.MSGPACK)
 
 
 def test_server_sent_events() -> None:
     """SSE names the event and carries OpenAI's JSON on one line."""
-    frame = encode_sse(DELTA)
+    frame = encode_sse_delta(DELTA)
     head, data, *rest = frame.decode().split("\n")
     assert head == "event: response.output_text.delta"
     assert json.loads(data.removeprefix("data: ")) == OPENAI_DELTA
@@ -123,7 +129,7 @@ def test_merging_keeps_text_cover_and_number(
     token = 0
     for number, (text, num_tokens, has_logprob) in enumerate(parts):
         logprobs = (LOGPROB,) if has_logprob else ()
-        deltas.append(TextDelta(number, "msg_1", 0, 0, text, token, num_tokens, logprobs))
+        deltas.append(TextDelta(number, PLACE, text, token, num_tokens, logprobs))
         token += num_tokens
     text = "".join(delta.delta for delta in deltas)
     num_logprobs = sum(len(delta.logprobs) for delta in deltas)
@@ -147,7 +153,9 @@ def test_merging_keeps_text_cover_and_number(
     [
         msgspec.structs.replace(DELTA, sequence_number=8),
         msgspec.structs.replace(DELTA, sequence_number=8, first_token=6),
-        msgspec.structs.replace(DELTA, sequence_number=8, first_token=5, item_id="msg_2"),
+        msgspec.structs.replace(
+            DELTA, sequence_number=8, first_token=5, place=Place("msg_2", 0, 0)
+        ),
         msgspec.structs.replace(DELTA, sequence_number=6, first_token=5),
     ],
 )

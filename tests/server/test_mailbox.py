@@ -2,7 +2,8 @@
 
 import asyncio
 
-from hillstar.server.mailbox import MAX_RUN, Mailbox, RunQueue
+from hillstar.server.mailbox import MAX_RUN, Mailbox
+from hillstar.server.runqueue import RunQueue
 
 
 def boxes(num: int, max_user: int = 4) -> tuple[list[Mailbox[str]], list[tuple[int, str]]]:

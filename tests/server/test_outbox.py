@@ -4,44 +4,57 @@ import asyncio
 
 import pytest
 
-from hillstar.server.events import TextDelta
+from hillstar.server.events import Place, TextDelta
 from hillstar.server.limits import SocketLimits
-from hillstar.server.outbox import MAX_MERGED_CHARS, Outbox
+from hillstar.server.outbox import MAX_LEAVING, MAX_MERGED_CHARS, Outbox
+from hillstar.server.runqueue import RunQueue
 from support.wait import until
 
 
 class Pipe:
-    """A sink that takes frames while it is open."""
+    """A sink that takes frames, each of which ends with a line feed, while it is open."""
 
     def __init__(self) -> None:
-        self.frames: list[str] = []
+        self.writes: list[list[str]] = []
         self.writable = asyncio.Event()
         self.writable.set()
         self.is_broken = False
 
     @property
+    def frames(self) -> list[str]:
+        return [frame for frames in self.writes for frame in frames]
+
+    @property
     def is_full(self) -> bool:
         return not self.writable.is_set()
 
-    def send(self, frame: str) -> None:
+    def send(self, frames: bytes) -> None:
         if self.is_broken:
             raise ConnectionResetError
-        self.frames.append(frame)
+        self.writes.append(frames.decode().splitlines())
 
     async def wait_writable(self) -> None:
         await self.writable.wait()
 
 
+class Shown:
+    """A response whose frames can be read."""
+
+    def frame(self, d: TextDelta) -> bytes:
+        item = d.place.item_id
+        return f"{item}{d.sequence_number}:{d.delta}:{d.first_token}+{d.num_tokens}\n".encode()
+
+
+R, A, B = Shown(), Shown(), Shown()
+
+
 def delta(number: int, text: str = "x", item: str = "i") -> TextDelta:
-    return TextDelta(number, item, 0, 0, text, number, 1)
+    return TextDelta(number, Place(item, 0, 0), text, number, 1)
 
 
-def show(d: TextDelta) -> str:
-    return f"{d.item_id}{d.sequence_number}:{d.delta}:{d.first_token}+{d.num_tokens}"
-
-
-def outbox(pipe: Pipe, **bounds: float) -> Outbox[str]:
-    return Outbox(pipe, SocketLimits(**bounds))  # type: ignore[arg-type]
+def outbox(pipe: Pipe, **bounds: float) -> Outbox:
+    departures = RunQueue(asyncio.get_running_loop())
+    return Outbox(pipe, SocketLimits(**bounds), departures)  # type: ignore[arg-type]
 
 
 async def test_a_reading_peer_gets_each_delta_alone() -> None:
@@ -49,8 +62,8 @@ async def test_a_reading_peer_gets_each_delta_alone() -> None:
     pipe = Pipe()
     box = outbox(pipe)
     for number in range(100):
-        box.put_delta(delta(number), "r", show)
-    box.put("end")
+        box.put_delta(delta(number), R)
+    box.put(b"end\n")
     box.finish()
     assert await box.run()
     assert pipe.frames == [f"i{n}:x:{n}+1" for n in range(100)] + ["end"]
@@ -65,12 +78,12 @@ async def test_deltas_merge_while_the_transport_is_full() -> None:
     running = asyncio.create_task(box.run())
     await asyncio.sleep(0)
     for number in range(4):
-        box.put_delta(delta(number, item="a"), "a", show)
-        box.put_delta(delta(number, item="b"), "b", show)
-    box.put("error")
-    box.put("done-a", key="a")
-    box.put_delta(delta(4, item="a"), "a", show)
-    box.put_delta(delta(4, item="b"), "b", show)
+        box.put_delta(delta(number, item="a"), A)
+        box.put_delta(delta(number, item="b"), B)
+    box.put(b"error\n")
+    box.put(b"done-a\n", A)
+    box.put_delta(delta(4, item="a"), A)
+    box.put_delta(delta(4, item="b"), B)
     pipe.writable.set()
     box.finish()
     assert await running
@@ -79,15 +92,17 @@ async def test_deltas_merge_while_the_transport_is_full() -> None:
 
 
 async def test_a_delta_on_its_way_is_not_merged_into() -> None:
-    """What the writer has taken is final: the next delta is a frame of its own."""
+    """What has left is final: the next delta is a frame of its own."""
     pipe = Pipe()
     box = outbox(pipe)
     running = asyncio.create_task(box.run())
-    box.put_delta(delta(0), "r", show)
+    box.put_delta(delta(0), R)
     await until(lambda: len(pipe.frames) == 1)
     pipe.writable.clear()  # by the frame that follows
-    for number in range(1, 4):
-        box.put_delta(delta(number), "r", show)
+    box.put_delta(delta(1), R)
+    await asyncio.sleep(0)
+    for number in range(2, 4):
+        box.put_delta(delta(number), R)
     assert pipe.frames == ["i0:x:0+1", "i1:x:1+1"]
     pipe.writable.set()
     box.finish()
@@ -95,17 +110,35 @@ async def test_a_delta_on_its_way_is_not_merged_into() -> None:
     assert pipe.frames == ["i0:x:0+1", "i1:x:1+1", "i3:xx:2+2"]
 
 
-async def test_nothing_waits_while_the_writer_sleeps() -> None:
-    """Once all was sent, a frame is with the transport before `put` returns, in order."""
+async def test_what_one_turn_of_the_loop_puts_leaves_in_one_write() -> None:
+    """While the writer sleeps, frames of any kind leave together, in order, each as it was put."""
     pipe = Pipe()
     box = outbox(pipe)
     running = asyncio.create_task(box.run())
     await asyncio.sleep(0)
-    box.put("first")
-    box.put_delta(delta(0), "r", show)
-    box.put("last", key="r")
-    assert pipe.frames == ["first", "i0:x:0+1", "last"]
+    for _ in range(2):
+        box.put(b"first\n")
+        box.put_delta(delta(0), A)
+        box.put_delta(delta(1), A)
+        box.put(b"last\n", B)
+        await asyncio.sleep(0)
+    assert pipe.writes == [["first", "i0:x:0+1", "i1:x:1+1", "last"]] * 2
     assert box.num_bytes == 0
+    box.put(b"end\n")
+    box.finish()
+    assert await running
+    assert pipe.frames[-1] == "end"
+
+
+async def test_a_long_replay_leaves_in_pieces() -> None:
+    """What is encoded and not sent is bounded, however much is put in one turn of the loop."""
+    pipe = Pipe()
+    box = outbox(pipe)
+    running = asyncio.create_task(box.run())
+    await asyncio.sleep(0)
+    for number in range(10 * MAX_LEAVING):
+        box.put_delta(delta(number), R)
+    assert [len(frames) for frames in pipe.writes] == [MAX_LEAVING] * 10
     box.finish()
     assert await running
 
@@ -117,7 +150,7 @@ async def test_a_transport_that_the_last_frame_filled_is_watched() -> None:
     running = asyncio.create_task(box.run())
     await asyncio.sleep(0)
     pipe.writable.clear()
-    box.put("fills it")
+    box.put(b"fills it\n")
     assert not await running
 
 
@@ -128,8 +161,9 @@ async def test_a_peer_that_leaves_while_the_writer_sleeps_ends_it() -> None:
     running = asyncio.create_task(box.run())
     await asyncio.sleep(0)
     pipe.is_broken = True
-    box.put("x")
-    box.put_delta(delta(0), "r", show)
+    box.put(b"x\n")
+    await asyncio.sleep(0)
+    box.put_delta(delta(0), R)
     assert await running
 
 
@@ -138,7 +172,7 @@ async def test_a_long_replay_merges_above_the_mark() -> None:
     pipe = Pipe()
     box = outbox(pipe, merge_bytes=2000, max_outbox_bytes=1 << 20)
     for number in range(20_000):
-        box.put_delta(delta(number), "r", show)
+        box.put_delta(delta(number), R)
     assert box.num_bytes < 60_000
     box.finish()
     assert await box.run()
@@ -156,11 +190,11 @@ async def test_an_overflow_cuts_the_peer_at_once() -> None:
     running = asyncio.create_task(box.run())
     await asyncio.sleep(0)
     for _ in range(20):
-        box.put("x" * 100)
+        box.put(b"x" * 100)
     assert not await running
     assert (pipe.frames, box.num_bytes) == ([], 0)
-    box.put("late")
-    box.put_delta(delta(0), "r", show)
+    box.put(b"late\n")
+    box.put_delta(delta(0), R)
     assert box.num_bytes == 0
 
 
@@ -169,7 +203,7 @@ async def test_the_bound_does_not_cut_a_peer_that_reads() -> None:
     pipe = Pipe()
     box = outbox(pipe, max_outbox_bytes=1000)
     for number in range(50):
-        box.put(f"{number}" * 100)
+        box.put(b"%d" % number * 100 + b"\n")
     box.finish()
     assert await box.run()
     assert len(pipe.frames) == 50
@@ -180,7 +214,7 @@ async def test_a_stalled_transport_times_out() -> None:
     pipe = Pipe()
     box = outbox(pipe, stall_timeout_s=0.01)
     pipe.writable.clear()
-    box.put("never")
+    box.put(b"never\n")
     assert not await box.run()
     assert pipe.frames == []
 
@@ -195,7 +229,7 @@ async def test_stop_ends_the_writer_at_once(full: bool) -> None:
     running = asyncio.create_task(box.run())
     await asyncio.sleep(0)
     if full:
-        box.put("lost")
+        box.put(b"lost\n")
     box.stop()
     box.stop()
     assert await running
@@ -207,7 +241,7 @@ async def test_a_peer_that_left_ends_the_writer() -> None:
     pipe = Pipe()
     pipe.is_broken = True
     box = outbox(pipe)
-    box.put("x")
-    box.put("y")
+    box.put(b"x\n")
+    box.put(b"y\n")
     assert await box.run()
     assert box.num_bytes == 0

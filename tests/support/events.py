@@ -8,8 +8,8 @@ import openresponses_types
 import pydantic
 from openai.types.responses import ResponsesServerEvent
 
-from hillstar.server.encode import encode
-from hillstar.server.events import Event, TextDelta
+from hillstar.server.encode import encode, encode_delta
+from hillstar.server.events import Event, Notice, TextDelta
 from hillstar.server.wire import Protocol
 
 TERMINAL = ("response.completed", "response.incomplete", "response.failed")
@@ -45,7 +45,20 @@ def as_maps(
     events: Iterable[Event | TextDelta], protocol: Protocol = Protocol.JSON
 ) -> list[dict[str, Any]]:
     """The JSON frames of events, decoded."""
-    return [json.loads(encode(event, protocol)) for event in events]
+    return [json.loads(payload(event, protocol)) for event in events]
+
+
+def payload(
+    event: Event | TextDelta | Notice,
+    protocol: Protocol = Protocol.JSON,
+    *,
+    stream_id: str | None = None,
+    r: int = 1,
+) -> bytes:
+    """What the frame of any event carries."""
+    if isinstance(event, TextDelta):
+        return encode_delta(event, protocol, stream_id, r)
+    return encode(event, protocol, stream_id=stream_id, r=r)
 
 
 def deltas(events: Iterable[Event | TextDelta]) -> list[TextDelta]:

@@ -1,0 +1,40 @@
+"""Plain callbacks that run soon, on one wake-up of the loop however many there are.
+
+Sessions handle their mail this way, and sockets send this way what one turn of the loop has put
+into their outboxes.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+MAX_SLICE_S = 0.005  # of the loop's time before other callbacks have theirs
+
+
+class RunQueue:
+    """What is to run, in order of when it was added."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._ready: deque[Callable[[], bool]] = deque()
+        self._scheduled = False
+
+    def add(self, run: Callable[[], bool]) -> None:
+        """Have `run` called soon, and again for as long as it returns True."""
+        self._ready.append(run)
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        deadline = self._loop.time() + MAX_SLICE_S
+        ready = self._ready
+        while ready:
+            run = ready.popleft()
+            if run():
+                ready.append(run)
+            if self._loop.time() >= deadline:
+                break
+        self._scheduled = bool(ready)
+        if ready:
+            self._loop.call_soon(self._drain)
