@@ -35,7 +35,7 @@ from hillstar.engine.channel import QueueChannel
 from hillstar.engine.config import EngineConfig
 from hillstar.engine.messages import Frame, SamplingParams, Submit, pack_ids
 from hillstar.engine.models.config import ModelConfig
-from hillstar.engine.models.weights import LayerWeights, Weights
+from hillstar.engine.models.weights import LayerWeights, Matrix, Weights
 
 SEED = 20261129
 VOCAB = 128256
@@ -146,14 +146,14 @@ def take_weights(reference: LlamaForCausalLM) -> Weights:
         layers.append(
             LayerWeights(
                 input_norm=layer.input_layernorm.weight.data,
-                qkv=torch.cat([projection.weight.data for projection in projections]),
+                qkv=Matrix(torch.cat([projection.weight.data for projection in projections])),
                 qkv_bias=None,
                 q_norm=None,
                 k_norm=None,
-                o=attention.o_proj.weight.data,
+                o=Matrix(attention.o_proj.weight.data),
                 post_norm=layer.post_attention_layernorm.weight.data,
-                gate_up=torch.cat([mlp.gate_proj.weight.data, mlp.up_proj.weight.data]),
-                down=mlp.down_proj.weight.data,
+                gate_up=Matrix(torch.cat([mlp.gate_proj.weight.data, mlp.up_proj.weight.data])),
+                down=Matrix(mlp.down_proj.weight.data),
             )
         )
     return Weights(

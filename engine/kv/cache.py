@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hillstar.engine.memory import free_memory_bytes, zeros
+from hillstar.engine.memory import free_memory_bytes
 from hillstar.engine.models.config import ModelConfig
+from hillstar.engine.pages import zeros
 
 
 class CacheMemoryError(MemoryError):

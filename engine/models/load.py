@@ -14,10 +14,17 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hillstar.engine.memory import zeros
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.errors import ModelError
-from hillstar.engine.models.weights import LayerWeights, Weights
+from hillstar.engine.models.q4 import (
+    Q4Groups,
+    Q4Matrix,
+    can_pack,
+    load_q4,
+    multiplies_fast,
+)
+from hillstar.engine.models.weights import LayerWeights, Matrix, Weights
+from hillstar.engine.pages import zeros
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all, after each tensor."""
@@ -67,8 +74,9 @@ def load_weights(
     stored = _read_headers(model_dir)
     _check(model_dir, config, stored)
     total = sum(stored[name].size_bytes for name in expected_shapes(config))
-    memory = _Memory(expected_shapes(config).values(), dtype, torch.device(device))
-    reader = _Reader(stored, memory, total, progress)
+    device = torch.device(device)
+    memory = _Memory(expected_shapes(config).values(), dtype, device)
+    reader = _Reader(stored, _q4(model_dir, dtype, device), memory, total, progress)
     top = _top_level(config)
     embedding = reader.required(top["embedding"])
     return Weights(
@@ -77,6 +85,12 @@ def load_weights(
         norm=reader.required(top["norm"]),
         lm_head=embedding if config.tie_word_embeddings else reader.required(top["lm_head"]),
     )
+
+
+def _q4(model_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Q4Groups]:
+    """The matrices that are also there in 4 bits, if they would be multiplied so."""
+    is_used = device.type == "cpu" and dtype == torch.bfloat16 and multiplies_fast()
+    return load_q4(model_dir) if is_used else {}
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -88,14 +102,14 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _load_layer(reader: "_Reader", layer: dict[str, _Parts]) -> LayerWeights:
     return LayerWeights(
         input_norm=reader.required(layer["input_norm"]),
-        qkv=reader.required(layer["qkv"]),
+        qkv=reader.matrix(layer["qkv"]),
         qkv_bias=reader.optional(layer["qkv_bias"]),
         q_norm=reader.optional(layer["q_norm"]),
         k_norm=reader.optional(layer["k_norm"]),
-        o=reader.required(layer["o"]),
+        o=reader.matrix(layer["o"]),
         post_norm=reader.required(layer["post_norm"]),
-        gate_up=reader.required(layer["gate_up"]),
-        down=reader.required(layer["down"]),
+        gate_up=reader.matrix(layer["gate_up"]),
+        down=reader.matrix(layer["down"]),
     )
 
 
@@ -172,11 +186,13 @@ class _Reader:
     def __init__(
         self,
         stored: dict[str, _Stored],
+        q4: dict[str, Q4Groups],
         memory: "_Memory",
         total: int,
         progress: Progress | None,
     ) -> None:
         self._stored = stored
+        self._q4 = q4
         self._memory = memory
         self._done = 0
         self._total = total
@@ -199,6 +215,14 @@ class _Reader:
             if self._progress is not None:
                 self._progress(self._done, self._total)
         return target
+
+    def matrix(self, parts: _Parts) -> Matrix:
+        """A linear weight, with its quantised form if there is one of all its parts."""
+        values = self.required(parts)
+        groups = [self._q4[part.name] for part in parts if part.name in self._q4]
+        if len(groups) < len(parts) or not can_pack(len(values)):
+            return Matrix(values)
+        return Matrix(values, Q4Matrix.pack(Q4Groups.stack(groups)))
 
     def optional(self, parts: _Parts) -> torch.Tensor | None:
         return self.required(parts) if parts else None

@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from hillstar.engine.models.weights import Matrix
+
 
 class Residual(NamedTuple):
     """The sum that runs through the layers, `[T, hidden]`, of `Ops.residual_dtype`."""
@@ -82,20 +84,18 @@ class Ops(Protocol):
         """Of the sum that runs through the layers."""
         ...
 
-    def read(
-        self, norm: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> Read:
+    def read(self, norm: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> Read:
         """norm(sum) @ weight.T, plus the bias if there is one."""
         ...
 
-    def read_glu(self, norm: torch.Tensor, gate_up: torch.Tensor) -> Read:
+    def read_glu(self, norm: torch.Tensor, gate_up: Matrix) -> Read:
         """silu(gate(x)) * up(x) of x = norm(sum) (Shazeer 2020, arXiv 2002.05202).
 
         gate_up: `[2 * out_features, in_features]`, gate rows first.
         """
         ...
 
-    def write(self, weight: torch.Tensor) -> Write:
+    def write(self, weight: Matrix) -> Write:
         """sum + x @ weight.T."""
         ...
 

@@ -1,9 +1,13 @@
-"""How much memory a model's KV takes: what `hillstar size` prints and the engine allots."""
+"""How much memory a model takes: its KV (what `hillstar size` prints), its weights of 4 bits."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from hillstar.engine.config import DTypeName
 from hillstar.engine.models.config import ModelConfig
+
+Q4_FOLDER = "q4"
+"""In a model's folder: its 4-bit matrices as they were quantised, see `q4`."""
 
 DTYPE_BYTES: dict[DTypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -51,3 +55,8 @@ def kv_groups(config: ModelConfig, dtype: DTypeName, block_size: int) -> tuple[K
         window=config.sliding_window,
     )
     return (group,)
+
+
+def q4_bytes(model_dir: Path) -> int:
+    """What the matrices that a model has in 4 bits as well take, on disk and in memory."""
+    return sum(path.stat().st_size for path in model_dir.glob(f"{Q4_FOLDER}/*.safetensors"))

@@ -15,11 +15,17 @@ from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.ops import Attend, Head, HeadNorms, Read, Residual, Write
 from hillstar.engine.models.rope import rope_table
+from hillstar.engine.models.weights import Matrix
 from hillstar.engine.plan import Batch
 
 _MAX_COLUMNS = 256
 """Up to this many tokens, `weight @ x.T` beats `linear`: it multiplies the weights as they lie in
 memory instead of reordering them at each call. Beyond it they are about equal."""
+
+_MAX_Q4_TOKENS = 8
+"""Up to this many tokens, 4-bit weights beat bfloat16 ones: 14 ms against 29 at one token, 9
+against 22 at four, 23 against 27 at eight, 34 against 29 at sixteen (30 layers of 3.5 M weights,
+2026-11-29)."""
 
 _MAX_NEAR = 1024  # logits computed twice, at most, for one token
 
@@ -42,13 +48,11 @@ class TorchOps:
         self._cos = torch.cat((cos, cos), dim=1).to(dtype)
         self._sin = torch.cat((-sin, sin), dim=1).to(dtype)
 
-    def read(
-        self, norm: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> Read:
-        return self._read(norm, _linear(weight) if bias is None else _affine(weight, bias))
+    def read(self, norm: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> Read:
+        return self._read(norm, _product(weight, bias))
 
-    def read_glu(self, norm: torch.Tensor, gate_up: torch.Tensor) -> Read:
-        multiply = _linear(gate_up)
+    def read_glu(self, norm: torch.Tensor, gate_up: Matrix) -> Read:
+        multiply = _product(gate_up)
 
         def activated(x: torch.Tensor) -> torch.Tensor:
             gate, up = multiply(x).chunk(2, dim=-1)
@@ -56,8 +60,8 @@ class TorchOps:
 
         return self._read(norm, activated)
 
-    def write(self, weight: torch.Tensor) -> Write:
-        multiply = _linear(weight)
+    def write(self, weight: Matrix) -> Write:
+        multiply = _product(weight)
 
         def add(x: torch.Tensor, residual: Residual) -> Residual:
             # Faster than in place where the product is transposed.
@@ -101,6 +105,22 @@ class TorchOps:
         num_heads = self._config.num_heads
         for part, weight in ((heads[:, :num_heads], norms.q), (heads[:, num_heads:], norms.k)):
             part.copy_(F.rms_norm(part, weight.shape, weight, self._config.rms_norm_eps))
+
+
+def _product(weight: Matrix, bias: torch.Tensor | None = None) -> _Function:
+    """x @ weight.T, plus the bias if there is one."""
+    wide = _linear(weight.values) if bias is None else _affine(weight.values, bias)
+    q4 = weight.q4
+    if q4 is None:
+        return wide
+
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        if len(x) > _MAX_Q4_TOKENS:
+            return wide(x)
+        product = q4.multiply(x)
+        return product if bias is None else product.add_(bias)
+
+    return apply
 
 
 def _linear(weight: torch.Tensor) -> _Function:

@@ -10,6 +10,7 @@ from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.ops import Attend, Head, HeadNorms, Read, Residual, Write
 from hillstar.engine.models.rope import rope_table
+from hillstar.engine.models.weights import Matrix
 from hillstar.kernels.attention import paged_attention
 from hillstar.kernels.linear import gate_up_swiglu, linear
 from hillstar.kernels.linear_tuning import choose_tuning, folds_norm
@@ -28,24 +29,23 @@ class TritonOps:
         self._counters = torch.zeros(_MAX_TILES, dtype=torch.int32, device=embedding.device)
         self.residual_dtype = embedding.dtype
 
-    def read(
-        self, norm: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> Read:
-        product = partial(linear, weight=weight, bias=bias, counters=self._counters)
+    def read(self, norm: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> Read:
+        product = partial(linear, weight=weight.values, bias=bias, counters=self._counters)
         return partial(self._read, norm, product)
 
-    def read_glu(self, norm: torch.Tensor, gate_up: torch.Tensor) -> Read:
-        return partial(self._read, norm, partial(gate_up_swiglu, weight=gate_up))
+    def read_glu(self, norm: torch.Tensor, gate_up: Matrix) -> Read:
+        return partial(self._read, norm, partial(gate_up_swiglu, weight=gate_up.values))
 
-    def write(self, weight: torch.Tensor) -> Write:
-        num_outputs, num_inputs = weight.shape
+    def write(self, weight: Matrix) -> Write:
+        matrix = weight.values
+        num_outputs, num_inputs = matrix.shape
 
         def add(x: torch.Tensor, residual: Residual) -> Residual:
             total = residual.total
             tuning = choose_tuning(len(x), num_outputs, num_inputs, itemsize=x.itemsize)
             if tuning is None:  # cuBLAS would copy the sum before it adds to it
-                return Residual(total, linear(x, weight))
-            out = linear(x, weight, residual=total, tuning=tuning, counters=self._counters)
+                return Residual(total, linear(x, matrix))
+            out = linear(x, matrix, residual=total, tuning=tuning, counters=self._counters)
             return Residual(out)
 
         return add

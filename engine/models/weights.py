@@ -9,18 +9,28 @@ from dataclasses import dataclass
 
 import torch
 
+from hillstar.engine.models.q4 import Q4Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A linear weight, and the same as it was quantised, where a device multiplies that faster."""
+
+    values: torch.Tensor  # [out_features, in_features]
+    q4: Q4Matrix | None = None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     input_norm: torch.Tensor  # [hidden]
-    qkv: torch.Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+    qkv: Matrix  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
     qkv_bias: torch.Tensor | None  # [(num_heads + 2 * num_kv_heads) * head_dim]
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None  # [head_dim]
-    o: torch.Tensor  # [hidden, num_heads * head_dim]
+    o: Matrix  # [hidden, num_heads * head_dim]
     post_norm: torch.Tensor  # [hidden]
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
-    down: torch.Tensor  # [hidden, intermediate]
+    gate_up: Matrix  # [2 * intermediate, hidden]
+    down: Matrix  # [hidden, intermediate]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

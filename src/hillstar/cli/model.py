@@ -19,7 +19,7 @@ from hillstar.engine.config import ConfigError, DeviceName, DTypeName
 from hillstar.engine.memory import free_memory_bytes
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.errors import ModelError
-from hillstar.engine.models.size import DTYPE_BYTES, KVGroup, kv_groups
+from hillstar.engine.models.size import DTYPE_BYTES, KVGroup, kv_groups, q4_bytes
 
 _CPU_SHARE = 0.25  # of the RAM left beside the weights: the machine has other work
 _CPU_MOST = 4 << 30  # bytes; more is for those who ask for it
@@ -42,7 +42,10 @@ class PreparedModel:
     def weight_bytes(self) -> int:
         """The weights' size in memory; 0 for files that cannot be read: the engine says why."""
         num_values = sum(map(_num_values, self.dir.glob("*.safetensors")))
-        return num_values * DTYPE_BYTES[self.dtype]
+        size = num_values * DTYPE_BYTES[self.dtype]
+        if (self.device, self.dtype) == ("cpu", "bfloat16"):
+            size += q4_bytes(self.dir)
+        return size
 
     def group(self, block_size: int) -> KVGroup:
         """The one KV group of today's models."""

@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -17,8 +18,9 @@ from hillstar.engine.models.errors import ModelError
 from hillstar.engine.models.files import sha256_of
 from hillstar.engine.models.gguf import convert_gguf
 from hillstar.engine.models.load import load_weights
+from hillstar.engine.models.q4 import load_q4
 from hillstar.engine.models.rope import inverse_frequencies
-from hillstar.engine.models.weights import Weights
+from hillstar.engine.models.weights import Matrix, Weights
 from support.tiny_gguf import CHAT_TEMPLATE, write_gguf
 from support.tiny_models import make_tiny, save_tiny
 
@@ -35,6 +37,7 @@ def tensors(weights: Weights) -> list[torch.Tensor]:
     for layer in weights.layers:
         names = ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "post_norm")
         values = [getattr(layer, name) for name in (*names, "gate_up", "down")]
+        values = [value.values if isinstance(value, Matrix) else value for value in values]
         flat += [value for value in values if value is not None]
     return flat
 
@@ -81,8 +84,29 @@ def test_quantised_tensors_round_to_float16(
     weights = load(convert_gguf(tmp_path / "model.gguf", tmp_path / "cache"))
     down = model.state_dict()["model.layers.1.mlp.down_proj.weight"].numpy()
     exact = gguf.quants.dequantize(gguf.quants.quantize(down, stored), stored)
-    assert torch.equal(weights.layers[1].down, torch.from_numpy(exact).half().float())
+    assert torch.equal(weights.layers[1].down.values, torch.from_numpy(exact).half().float())
     assert torch.equal(weights.norm, model.state_dict()["model.norm.weight"])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("stored", [Q.Q4_0, Q.Q4_1])
+def test_matrices_of_4_bits_are_kept_as_they_were(
+    family: str, stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside every 4-bit matrix's float16 values lie its codes, in the same order of rows, over
+    all files of the checkpoint."""
+    model = make_tiny(family, hidden_size=128, intermediate_size=160, head_dim=32)
+    write_gguf(tmp_path / "model.gguf", model, quantisation=stored)
+    monkeypatch.setattr(module, "_MAX_SHARD_BYTES", 100_000)
+    folder = convert_gguf(tmp_path / "model.gguf", tmp_path / "cache")
+    kept = load_q4(folder)
+    values: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        values |= load_file(path)
+    layers = {name for name, value in values.items() if "layers" in name and value.dim() == 2}
+    assert set(kept) == layers
+    for name, groups in kept.items():
+        assert torch.equal(groups.values().half(), values[name])
 
 
 def test_large_files_become_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,13 +49,13 @@ def assert_equals(weights: Weights, state: dict[str, torch.Tensor]) -> None:
         at = f"model.layers.{i}."
         same(layer.input_norm, at, "input_layernorm.weight")
         same(layer.post_norm, at, "post_attention_layernorm.weight")
-        same(layer.qkv, at, *(f"self_attn.{n}_proj.weight" for n in "qkv"))
+        same(layer.qkv.values, at, *(f"self_attn.{n}_proj.weight" for n in "qkv"))
         same(layer.qkv_bias, at, *(f"self_attn.{n}_proj.bias" for n in "qkv"))
         same(layer.q_norm, at, "self_attn.q_norm.weight")
         same(layer.k_norm, at, "self_attn.k_norm.weight")
-        same(layer.o, at, "self_attn.o_proj.weight")
-        same(layer.gate_up, at, "mlp.gate_proj.weight", "mlp.up_proj.weight")
-        same(layer.down, at, "mlp.down_proj.weight")
+        same(layer.o.values, at, "self_attn.o_proj.weight")
+        same(layer.gate_up.values, at, "mlp.gate_proj.weight", "mlp.up_proj.weight")
+        same(layer.down.values, at, "mlp.down_proj.weight")
     assert used == set(state)
 
 
@@ -90,7 +90,7 @@ def test_dtype_is_converted(tmp_path: Path) -> None:
     model = save_tiny("llama", tmp_path)
     weights = load(tmp_path, torch.bfloat16)
     down = model.state_dict()["model.layers.1.mlp.down_proj.weight"]
-    assert torch.equal(weights.layers[1].down, down.bfloat16())
+    assert torch.equal(weights.layers[1].down.values, down.bfloat16())
 
 
 def test_progress_reaches_the_total(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_parameters_lie_in_one_allocation(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     weights = load_weights(tmp_path, ModelConfig.from_dir(tmp_path), dtype=torch.bfloat16)
     matrices = [m for layer in weights.layers for m in (layer.qkv, layer.o, layer.gate_up)]
-    used = [weights.embedding, *matrices, weights.norm]
+    used = [weights.embedding, *(matrix.values for matrix in matrices), weights.norm]
     assert len({tensor.untyped_storage().data_ptr() for tensor in used}) == 1
     offsets = [tensor.storage_offset() for tensor in used]
     assert offsets == sorted(offsets)
