@@ -84,8 +84,11 @@ class Actor:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing lives in it and nothing is on its way to it."""
-        return self._session is not None and self._session.is_idle and not len(self._mailbox)
+        """Nothing lives in it, nothing is on its way to it, and the journal knows what it knows."""
+        session = self._session
+        if session is None or session.is_held:
+            return False
+        return session.is_idle and not len(self._mailbox)
 
     def tell(self, message: Mail) -> None:
         """The control lane."""

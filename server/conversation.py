@@ -52,6 +52,8 @@ class Conversation:
     context: ParentContext | None = None  # after that turn, if at hand
     past: dict[str, tuple[LiveTurn, ParentContext]] = field(default_factory=dict)
     """Turns that have ended and are kept in memory only."""
+    private: dict[str, ParentContext] = field(default_factory=dict)
+    """Contexts after stored turns that build on unstored ones: they are in no file."""
 
 
 def resolve(future: asyncio.Future[Any], value: object) -> None:

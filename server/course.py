@@ -61,8 +61,9 @@ class Course:
             return
         turn.phase = Phase.PREPARING
         conversation, historian = self._conversation, self._services.historian
-        if turn.row.prompt_ids is not None or turn.row.output_ids:
-            row = turn.row
+        row = turn.row
+        is_lost = base is None and row.base_tokens == NOT_STORED  # what it builds on; to be said
+        if row.prompt_ids is not None or row.output_ids or is_lost:
             self._build(turn, lambda: historian.restore(row))
             return
         parent_id: str | None
@@ -78,6 +79,9 @@ class Course:
                     turn.request, input=opening + turn.request.input
                 )
                 turn.row = replace(turn.row, request=encode(turn.request))
+        elif parent_id in conversation.private:
+            context = conversation.private[parent_id]
+            turn.row = replace(turn.row, base_tokens=NOT_STORED)
         turn.row = replace(turn.row, parent_id=parent_id)
         request = turn.request
         self._build(turn, lambda: historian.prepare(request, parent_id, context))
@@ -285,6 +289,8 @@ class Course:
             conversation.context = None if turn.is_rewritten else context
         if not conversation.is_durable:
             conversation.past[turn.id] = (turn, context)
+        elif turn.row.base_tokens == NOT_STORED and not turn.is_rewritten:
+            conversation.private[turn.id] = context
 
     def cancel(self, turn: LiveTurn) -> None:
         """End it as soon as where it stands allows; it then ends like any other."""

@@ -64,11 +64,12 @@ def unsupported_parameter(name: str, why: str) -> ApiError:
     return ApiError(400, "unsupported_parameter", f"'{name}' is not supported: {why}", param=name)
 
 
-def previous_response_not_found(response_id: str) -> ApiError:
+def previous_response_not_found(response_id: str, why: str = "") -> ApiError:
+    """`why`: where the response itself is there, and what came before it is not."""
     return ApiError(
         400,
         "previous_response_not_found",
-        f"Previous response with id '{response_id}' not found.",
+        f"Previous response with id '{response_id}' not found{': ' if why else ''}{why}.",
         param="previous_response_id",
     )
 

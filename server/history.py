@@ -24,6 +24,8 @@ from hillstar.server.text import ParentContext, PastTurn, Prompt
 
 TEXT_THREADS = 4  # so that two huge prompts do not hold up everybody else
 
+_BUILDS_ON_UNSTORED = "it builds on a response that was not stored"
+
 T = TypeVar("T")
 
 decode_request = msgspec.msgpack.Decoder(CreateResponse).decode
@@ -149,6 +151,8 @@ class Historian:
         """Fold a chain, oldest first, into the context of what comes after it."""
         context: ParentContext | None = None
         for row in rows:
+            if row.base_tokens == NOT_STORED:
+                raise previous_response_not_found(rows[-1].id, _BUILDS_ON_UNSTORED)
             prompt = self._prompt(context, row)
             context = continued(
                 context, decode_request(row.request), prompt.prompt_ids, row.output_ids
@@ -159,7 +163,7 @@ class Historian:
     def _prompt(self, context: ParentContext | None, row: TurnRow) -> Prompt:
         """A stored turn's prompt after `context`."""
         if row.base_tokens == NOT_STORED:
-            raise previous_response_not_found(row.parent_id or row.id)
+            raise previous_response_not_found(row.parent_id or row.id, _BUILDS_ON_UNSTORED)
         if row.prompt_ids is None:
             request = decode_request(row.request)
             return self._text.build_prompt(context, request, max_model_len=self._max_model_len)

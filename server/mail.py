@@ -22,7 +22,8 @@ class Base:
 
     parent_id: str
     context: ParentContext | None
-    is_stored: bool
+    is_stored: bool  # the journal has the parent
+    is_private: bool  # the context holds what must not be stored
 
 
 @dataclass(frozen=True, slots=True, eq=False)

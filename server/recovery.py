@@ -15,7 +15,7 @@ from hillstar.server.errors import ApiError, server_overloaded
 from hillstar.server.history import decode_request
 from hillstar.server.live import LiveTurn, Phase
 from hillstar.server.reads import Place
-from hillstar.server.records import TurnRow
+from hillstar.server.records import NOT_STORED, TurnRow
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -37,7 +37,7 @@ def take_up(
     if before is None:
         turn.is_cancelled = request.on_disconnect == "cancel"
         turn.is_paused = request.on_disconnect == "pause"
-    elif failed or not is_durable:
+    elif failed or not is_durable or row.base_tokens == NOT_STORED:
         turn.prepared = before.prepared
     return turn
 

@@ -63,7 +63,7 @@ class Session:
             services, address, conversation, waits=lambda turn: self._advance(), left=self._remove
         )
         self._turns: dict[str, LiveTurn] = {}  # unfinished, in order
-        self._scope: Scope | None = None  # whose the turns in memory are
+        self._holders: set[Scope] = set()  # for whom something is kept in memory only
         self._closing: list[asyncio.Future[None]] = []
         self._is_closing = False
 
@@ -82,7 +82,12 @@ class Session:
     @property
     def is_orphan(self) -> bool:
         """Kept in memory only, and nobody may continue it any more."""
-        return not self._conversation.is_durable and self._scope is None
+        return not self._conversation.is_durable and not self._holders
+
+    @property
+    def is_held(self) -> bool:
+        """It knows what the journal does not, for somebody who is still connected."""
+        return bool(self._conversation.private and self._holders)
 
     @property
     def turns(self) -> tuple[LiveTurn, ...]:
@@ -139,8 +144,9 @@ class Session:
         `failed`: this conversation has broken its actor too often; its turns end as failed.
         """
         if old is not None:
-            self._scope = old._scope
+            self._holders = old._holders
             self._conversation.past = old._conversation.past
+            self._conversation.private = old._conversation.private
             self._is_closing, self._closing = old._is_closing, old._closing
         for row in rows:
             before = old._turns.get(row.id) if old is not None else None
@@ -203,8 +209,8 @@ class Session:
         )
         if request.conversation is not None:
             self._services.leases.take(self._conversation.row.id, message.scope)
-        if not self._conversation.is_durable:
-            self._scope = message.scope
+        if message.scope is not None and self._is_private(message):
+            self._holders.add(message.scope)
         turn.answer = message.answer
         if message.follower is not None:
             turn.follow(message.follower, message.scope, 0)
@@ -225,14 +231,22 @@ class Session:
                 f"Response '{parent_id}' has not ended yet.",
                 "previous_response_id",
             )
-        if self._conversation.is_durable:
-            context = (
-                self._conversation.context if parent_id == self._conversation.last_id else None
-            )
-            return Base(parent_id, context, True)
-        if parent_id not in self._conversation.past or scope is None or scope is not self._scope:
+        conversation = self._conversation
+        if conversation.is_durable:
+            private = conversation.private.get(parent_id)
+            known = conversation.context if parent_id == conversation.last_id else None
+            return Base(parent_id, private or known, True, private is not None)
+        if parent_id not in conversation.past or scope not in self._holders:
             raise previous_response_not_found(parent_id)
-        return Base(parent_id, self._conversation.past[parent_id][1], False)
+        return Base(parent_id, conversation.past[parent_id][1], False, True)
+
+    def _is_private(self, message: Open) -> bool:
+        """Whether the new turn, or what it builds on, is kept in memory only."""
+        if not self._conversation.is_durable:
+            return True
+        if message.base is not None:
+            return message.base.is_private
+        return bool(self._conversation.private)
 
     def _new_turn(self, message: Open) -> LiveTurn:
         services, request = self._services, message.request
@@ -248,7 +262,7 @@ class Session:
             seed=secrets.randbits(63) if seed is None else seed,
             parent_id=base.parent_id if base is not None else message.parent_id,
             client_key=message.client_key,
-            base_tokens=NOT_STORED if base is not None and not base.is_stored else 0,
+            base_tokens=NOT_STORED if base is not None and base.is_private else 0,
         )
         stream = services.historian.stream(row, request)
         return LiveTurn(row, request, stream, Phase.PREPARING, services.loop.time())
@@ -318,8 +332,7 @@ class Session:
                 self._course.cancel(turn)
 
     def _disconnected(self, scope: Scope) -> None:
-        if self._scope is scope:
-            self._scope = None
+        self._holders.discard(scope)
         for turn in self.turns:
             if not turn.leave(scope):
                 continue
@@ -350,6 +363,7 @@ class Session:
     def _erased(self, response_id: str, last_id: str | None) -> None:
         """An earlier turn is gone: contexts in memory still hold it, the journal's do not."""
         self._conversation.context = None
+        self._conversation.private.clear()
         if self._conversation.last_id == response_id:
             self._conversation.last_id = last_id
         for turn in self._turns.values():

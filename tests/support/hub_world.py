@@ -2,11 +2,12 @@
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from hillstar.engine.messages import unpack_ids
 from hillstar.server.errors import ApiError
 from hillstar.server.events import Event, TextDelta
 from hillstar.server.hub import Hub, HubLimits
@@ -171,3 +172,22 @@ async def world(
         yield made
     finally:
         await made.hub.close()
+
+
+def last_prompt(made: World) -> str:
+    """The text of the last prompt that the engine was given."""
+    return "".join(map(chr, unpack_ids(made.engine.submits[-1].prompt_ids)))
+
+
+def holds(data_dir: Path, data: bytes) -> bool:
+    """Whether any file of the journal holds these bytes."""
+    return any(data in file.read_bytes() for file in data_dir.iterdir())
+
+
+async def refused(work: Awaitable[object]) -> ApiError:
+    """The error that the work ends in."""
+    try:
+        await work
+    except ApiError as error:
+        return error
+    raise AssertionError("it was not refused")
