@@ -84,11 +84,13 @@ class Actor:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing lives in it, nothing is on its way to it, and the journal knows what it knows."""
-        session = self._session
-        if session is None or session.is_held:
-            return False
-        return session.is_idle and not len(self._mailbox)
+        """Nothing lives in it and nothing is on its way to it."""
+        return self._session is not None and self._session.is_idle and not len(self._mailbox)
+
+    @property
+    def knows_more(self) -> bool:
+        """Whether somebody may still ask for what the journal does not have."""
+        return self._session is not None and self._session.is_held
 
     def tell(self, message: Mail) -> None:
         """The control lane."""
@@ -102,7 +104,16 @@ class Actor:
         self._tasks.start(work, lambda error: self.tell(Failed(error)))
 
     def stored(self, sequence: Sequence, output: Output) -> None:
-        self._mailbox.tell_now(Arrived(sequence, output))
+        """Tokens are handled at once where nothing is in their way: a message and a wake-up would
+        cost as much as the rest of their way to a follower."""
+        session = self._session
+        if session is None or not self._mailbox.is_clear:
+            self._mailbox.tell(Arrived(sequence, output))
+            return
+        try:
+            session.arrived(sequence, output)
+        except Exception as error:  # the task boundary of an actor
+            self._crashed(session, error)
 
     def lost(self, sequence: Sequence, error: Exception) -> None:
         self._mailbox.tell(Lost(sequence, error))

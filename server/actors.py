@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from hillstar.server.actor import Actor
 from hillstar.server.conversation import Services
 from hillstar.server.errors import ApiError, conversation_not_found
-from hillstar.server.mail import Disconnected
+from hillstar.server.mail import AwaitEnd, Disconnected
 from hillstar.server.ports import Scope
 from hillstar.server.records import ConversationRow
 from hillstar.server.runqueue import RunQueue
@@ -24,7 +24,8 @@ class ActorTable:
     """Owner of conversation id → actor, and of which conversations a scope has touched.
 
     An idle actor has no state that the journal lacks, so it is simply dropped: what it wrote is
-    queued before the claim of its next activation, which loads only after that.
+    queued before the claim of its next activation, which loads only after that. Those that do
+    know more (`store: false`) are kept for the connections it is for, while there is room.
     """
 
     def __init__(self, services: Services, *, max_active: int, idle_timeout_s: float) -> None:
@@ -126,10 +127,13 @@ class ActorTable:
             touched.intersection_update(self._actors)  # a dropped one holds nothing of the scope
         now = self._services.loop.time()
         for actor in list(self):
+            for response_id in actor.session.overdue(now) if actor.session is not None else ():
+                actor.tell(AwaitEnd(response_id, True, self._services.loop.create_future()))
             if not actor.is_idle:
                 actor.idle_since_s = now
             elif actor.is_durable:
-                if now - actor.idle_since_s >= self._idle_timeout_s:
+                is_old = now - actor.idle_since_s >= self._idle_timeout_s
+                if is_old and not actor.knows_more:
                     self.drop(actor)
             elif actor.session is not None and actor.session.is_orphan:
                 self.drop(actor)
@@ -139,16 +143,14 @@ class ActorTable:
         await self._tasks.close()
 
     def _make_room(self, *, for_one: bool = False) -> None:
-        """Above the cap, drop the idle ones that were asked for longest ago."""
+        """Above the cap, drop idle ones: those first that lose nothing, asked for longest ago."""
         excess = len(self._actors) + for_one - self._max_active
         if excess <= 0:
             return
-        for actor in list(self):
-            if actor.is_durable and actor.is_idle:
-                self.drop(actor)
-                excess -= 1
-                if not excess:
-                    return
+        idle = [actor for actor in self if actor.is_idle]
+        idle.sort(key=lambda actor: actor.knows_more)
+        for actor in idle[:excess]:
+            self.drop(actor)
 
     def _new(self, conversation_id: str) -> Actor:
         new_epoch: Callable[[], int] = self._epochs.__next__

@@ -11,7 +11,6 @@ from hillstar.server.journal import Journal
 from hillstar.server.leases import WriterLeases
 from hillstar.server.live import LiveTurn
 from hillstar.server.mail import Mail
-from hillstar.server.ports import Observer
 from hillstar.server.records import ConversationRow, Fence
 from hillstar.server.sequences import Owner, SequenceTable
 from hillstar.server.text import ParentContext
@@ -26,7 +25,6 @@ class Services:
     historian: Historian
     directory: Directory
     leases: WriterLeases
-    observer: Observer
     loop: asyncio.AbstractEventLoop
 
 

@@ -30,6 +30,8 @@ from hillstar.server.resource import TurnEnd
 from hillstar.server.sequences import Sequence
 from hillstar.server.writer import Fenced
 
+_RUNNING = Phase.RUNNING  # looked at for every token, and looking a member up is slow
+
 encode = msgspec.msgpack.Encoder().encode
 decode_finish = msgspec.msgpack.Decoder(Finish).decode
 decode_items = msgspec.msgpack.Decoder(tuple[Message, ...]).decode
@@ -198,6 +200,7 @@ class Course:
             epoch=conversation.fence.epoch,
             key=row.key if conversation.is_durable else None,
             owner=self._address,
+            opened_at_s=turn.opened_at_s,
             output_ids=bytearray(row.output_ids),
             logprobs=stored_logprobs(row) or [],
             held=turn.is_paused,
@@ -205,16 +208,12 @@ class Course:
 
     def arrived(self, turn: LiveTurn, sequence: Sequence, output: Output) -> None:
         """Tokens of a running turn are stored."""
-        if turn.sequence is not sequence or turn.phase is not Phase.RUNNING:
+        if turn.sequence is not sequence or turn.phase is not _RUNNING:
             return
         if output.token_ids:
-            turn.push(
-                output.first_token,
-                output.token_ids,
-                output.logprobs,
-                self._services.loop.time(),
-                self._services.observer,
-            )
+            events = turn.stream.push(output.first_token, output.token_ids, output.logprobs)
+            if events:
+                turn.emit(events)
         if output.finish is not None:
             self._finished(turn, output.finish)
         elif turn.stream.stopped_at is not None:

@@ -104,56 +104,44 @@ class Notice(msgspec.Struct, frozen=True):
 
 
 class ResponseStream:
-    """One response's log as it grows. Owned by one task at a time; no I/O, no clock."""
+    """One response's log as it grows. Owned by one task at a time; no I/O, no clock.
+
+    log: every event so far; an event's `sequence_number` is its place there. num_tokens: output
+    tokens taken, the one that completed a stop string included. stopped_at: the number of output
+    tokens at which a stop string was complete; later ones are lost.
+    """
 
     def __init__(self, turn: Turn, decoder: TextDecoder) -> None:
+        self.log: list[Event | TextDelta] = []
+        self.num_tokens = 0
+        self.stopped_at: int | None = None
         self._turn = turn
         self._decoder = decoder
         options = turn.request.hillstar
         self._stops = StopMatcher(options.stop) if options.stop else None
         self._first_stop_token = options.min_tokens  # as with EOS, none may stop it before
+        self._wants_logprobs = turn.request.wants_logprobs
         self._place = Place(
             output_item_id(turn.response_id, _OUTPUT_INDEX), _OUTPUT_INDEX, _CONTENT_INDEX
         )
         self._item_is_open = False
         self._end: TurnEnd | None = None
-        self._sequence_number = 0
-        self._num_tokens = 0
         self._num_covered = 0  # tokens covered by deltas
-        self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []  # of the tokens covered
         self._uncovered_logprobs: list[dict[str, Any]] = []
 
     @property
-    def num_tokens(self) -> int:
-        """Output tokens taken, the one that completed a stop string included."""
-        return self._num_tokens
-
-    @property
-    def stopped_at(self) -> int | None:
-        """The number of output tokens at which a stop string was complete; later ones are lost."""
-        stopped = self._stops is not None and self._stops.stopped
-        return self._num_tokens if stopped else None
-
-    @property
-    def next_sequence_number(self) -> int:
-        return self._sequence_number
-
-    @property
     def text(self) -> str:
         """The text of all deltas so far."""
-        if len(self._texts) > 1:
-            self._texts = ["".join(self._texts)]
-        return self._texts[0] if self._texts else ""
+        return "".join(event.delta for event in self.log if isinstance(event, TextDelta))
 
     def open(self) -> list[Event | TextDelta]:
         """The events before any token; called once, first."""
-        assert self._sequence_number == 0, "a stream is opened once"
+        assert not self.log, "a stream is opened once"
         created = self.response_object()
-        return [
-            self._event("response.created", {"response": created}),
-            self._event("response.in_progress", {"response": created}),
-        ]
+        self._add("response.created", {"response": created})
+        self._add("response.in_progress", {"response": created})
+        return self.log[:]
 
     def push(
         self,
@@ -161,108 +149,98 @@ class ResponseStream:
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs] | None = None,
     ) -> list[Event | TextDelta]:
-        """Take output tokens `first_token …`. Ones taken before are skipped; a gap is a bug."""
-        assert self._sequence_number > 0, "a stream is opened before its tokens"
+        """Take output tokens `first_token …`; the new events. Tokens taken before are skipped; a
+        gap is a bug."""
+        assert self.log, "a stream is opened before its tokens"
         assert self._end is None, "a stream that ended takes no tokens"
-        if self._stops is not None and self._stops.stopped:
+        if self.stopped_at is not None:
             return []
-        skip = self._num_tokens - first_token
-        assert skip >= 0, f"output tokens {self._num_tokens} to {first_token} are missing"
-        wants_logprobs = logprobs is not None and self._turn.request.wants_logprobs
-        events: list[Event | TextDelta] = []
-        if skip:
+        num_tokens, start = self.num_tokens, len(self.log)
+        if first_token != num_tokens:
+            skip = num_tokens - first_token
+            assert skip >= 0, f"output tokens {num_tokens} to {first_token} are missing"
             token_ids = token_ids[skip:]
             logprobs = None if logprobs is None else logprobs[skip:]
+        if not self._wants_logprobs:
+            logprobs = None
+        stops, decode = self._stops, self._decoder.push
         for i, token_id in enumerate(token_ids):
-            text = self._decoder.push(token_id)
-            self._num_tokens += 1
-            if wants_logprobs:
-                assert logprobs is not None
+            text = decode(token_id)
+            num_tokens += 1
+            if logprobs is not None:
                 self._uncovered_logprobs.append(self._logprob(token_id, logprobs[i]))
-            if self._stops is not None and self._num_tokens > self._first_stop_token:
-                text = self._stops.push(text)
+            if stops is not None and num_tokens > self._first_stop_token:
+                text = stops.push(text)
             if text:
-                self._append(text, events)
-            if self._stops is not None and self._stops.stopped:
+                self._add_delta(text, num_tokens)
+            if stops is not None and stops.stopped:
+                self.stopped_at = num_tokens
                 break
-        return events
+        self.num_tokens = num_tokens
+        return self.log[start:]
 
     def finish(self, end: TurnEnd) -> list[Event | TextDelta]:
-        """End the response: the last event is terminal. Called once, last."""
-        assert self._sequence_number > 0, "a stream is opened before it ends"
+        """End the response; the last events, of which the last is terminal. Called once, last."""
+        assert self.log, "a stream is opened before it ends"
         assert self._end is None, "a stream ends once"
-        events: list[Event | TextDelta] = []
+        start = len(self.log)
         tail = self._tail()
         if tail:
-            self._append(tail, events)
+            self._add_delta(tail, self.num_tokens)
         status = status_of(end)
         if end.reason in ("stop", "length") and not self._item_is_open:
-            self._open_item(events)
+            self._open_item()
         self._end = end
         if self._item_is_open:
-            self._close_item(events)
+            self._close_item()
         kind = "incomplete" if status == "cancelled" else status
-        events.append(self._event(f"response.{kind}", {"response": self.response_object()}))
-        return events
+        self._add(f"response.{kind}", {"response": self.response_object()})
+        return self.log[start:]
 
     def response_object(self) -> dict[str, Any]:
         """OpenAI's response object as of now (in progress, or ended)."""
         output = [self._item()] if self._item_is_open else []
-        return response_object(self._turn, self._end, output, self._num_tokens)
+        return response_object(self._turn, self._end, output, self.num_tokens)
 
     def _tail(self) -> str:
         """The text that the decoder and the stop matcher still hold."""
         tail = self._decoder.flush()
         if self._stops is None:
             return tail
-        if self._num_tokens > self._first_stop_token:
+        if self.num_tokens > self._first_stop_token:
             tail = self._stops.push(tail)
         return tail + self._stops.flush()
 
-    def _append(self, text: str, events: list[Event | TextDelta]) -> None:
+    def _add(self, kind: str, body: dict[str, Any]) -> None:
+        self.log.append(Event(kind, len(self.log), body))
+
+    def _add_delta(self, text: str, num_tokens: int) -> None:
         """Add the delta that covers every token up to now."""
         if not self._item_is_open:
-            self._open_item(events)
+            self._open_item()
         logprobs: Sequence[dict[str, Any]] = ()
         if self._uncovered_logprobs:
             logprobs, self._uncovered_logprobs = self._uncovered_logprobs, []
             self._logprobs += logprobs
-        number, first_token = self._sequence_number, self._num_covered
-        self._sequence_number = number + 1
-        self._num_covered = self._num_tokens
-        self._texts.append(text)
-        events.append(
-            TextDelta(
-                number,
-                self._place,
-                text,
-                first_token,
-                self._num_tokens - first_token,
-                logprobs,
-            )
+        log, first_token = self.log, self._num_covered
+        self._num_covered = num_tokens
+        log.append(
+            TextDelta(len(log), self._place, text, first_token, num_tokens - first_token, logprobs)
         )
 
-    def _open_item(self, events: list[Event | TextDelta]) -> None:
+    def _open_item(self) -> None:
         item = output_item(self._place.item_id, "in_progress", [])
-        events.append(
-            self._event("response.output_item.added", {"output_index": _OUTPUT_INDEX, "item": item})
-        )
-        events.append(
-            self._event(
-                "response.content_part.added", {**self._where(), "part": output_text("", [])}
-            )
-        )
+        self._add("response.output_item.added", {"output_index": _OUTPUT_INDEX, "item": item})
+        self._add("response.content_part.added", {**self._where(), "part": output_text("", [])})
         self._item_is_open = True
 
-    def _close_item(self, events: list[Event | TextDelta]) -> None:
+    def _close_item(self) -> None:
         item = self._item()
         part = item["content"][0]
         text = {"text": part["text"], "logprobs": part["logprobs"]}
-        events.append(self._event("response.output_text.done", {**self._where(), **text}))
-        events.append(self._event("response.content_part.done", {**self._where(), "part": part}))
-        events.append(
-            self._event("response.output_item.done", {"output_index": _OUTPUT_INDEX, "item": item})
-        )
+        self._add("response.output_text.done", {**self._where(), **text})
+        self._add("response.content_part.done", {**self._where(), "part": part})
+        self._add("response.output_item.done", {"output_index": _OUTPUT_INDEX, "item": item})
 
     def _item(self) -> dict[str, Any]:
         status = status_of(self._end)
@@ -279,11 +257,6 @@ class ResponseStream:
             "output_index": place.output_index,
             "content_index": place.content_index,
         }
-
-    def _event(self, kind: str, body: dict[str, Any]) -> Event:
-        event = Event(kind, self._sequence_number, body)
-        self._sequence_number += 1
-        return event
 
     def _logprob(self, token_id: int, its: TokenLogprobs) -> dict[str, Any]:
         as_bytes = self._decoder.token_bytes

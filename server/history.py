@@ -130,6 +130,8 @@ class Historian:
         """How the engine shall choose this turn's tokens."""
         room = self._max_model_len - num_prompt
         options = request.hillstar
+        if request.wants_logprobs:
+            room = min(room, request.max_logprob_tokens)
         max_tokens = room if request.max_output_tokens is None else request.max_output_tokens
         return SamplingParams(
             max_tokens=max_tokens if request.generate else 0,

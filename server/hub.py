@@ -86,7 +86,7 @@ class Hub:
         self._historian = Historian(
             journal, text, model_name=model_name, max_model_len=max_model_len
         )
-        self._sequences = SequenceTable(engine, journal)
+        self._sequences = SequenceTable(engine, journal, observer, self._loop.time)
         self._monitor = EngineMonitor(self._sequences, self._historian, observer)
         self._directory = Directory(
             max_responses=limits.max_responses,
@@ -100,7 +100,6 @@ class Hub:
                 historian=self._historian,
                 directory=self._directory,
                 leases=WriterLeases(),
-                observer=observer,
                 loop=self._loop,
             ),
             max_active=limits.max_active_sessions,

@@ -20,7 +20,7 @@ class SocketLimits:
     max_in_flight: int = 16  # responses running at once
     max_queued: int = 64  # creates waiting on their lanes
     merge_bytes: int = 256 << 10  # an outbox above this merges deltas even while the peer reads
-    max_outbox_bytes: int = 8 << 20  # unsent events of a peer that does not read
+    max_outbox_bytes: int = 16 << 20  # unsent events of a peer that does not read
     stall_timeout_s: float = 20.0  # how long a full transport may make no progress
     heartbeat_s: float = 20.0  # between pings; a peer silent for half as long again is dropped
     close_timeout_s: float = 3.0  # for the closing handshake

@@ -2,14 +2,13 @@
 
 import asyncio
 import enum
-from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from hillstar.engine.messages import TokenLogprobs
 from hillstar.server.errors import ApiError
 from hillstar.server.events import Event, ResponseStream, TextDelta, TurnEnd
 from hillstar.server.history import Prepared, push_all, stored_logprobs
-from hillstar.server.ports import Follower, Observer, Scope
+from hillstar.server.ports import Follower, Scope
 from hillstar.server.records import TurnRow
 from hillstar.server.request import CreateResponse
 from hillstar.server.sequences import Sequence
@@ -26,22 +25,11 @@ class Phase(enum.Enum):
     ENDED = enum.auto()
 
 
-class Follow:
-    """One follower of one response, and what it has been given."""
-
-    __slots__ = ("follower", "next_number", "scope")
-
-    def __init__(self, follower: Follower, scope: Scope | None, next_number: int) -> None:
-        self.follower = follower
-        self.scope = scope
-        self.next_number = next_number
-
-
 class LiveTurn:
     """Owned by its session's actor.
 
     The log is kept whole while the turn lives: a replay is a slice of it. After the end it is
-    rebuilt from tokens.
+    rebuilt from tokens. Whoever follows has been given all of it, as far as it was posted.
     """
 
     def __init__(
@@ -56,8 +44,9 @@ class LiveTurn:
         self.request = request
         self.stream = stream
         self.phase = phase
-        self.events: list[Event | TextDelta] = []
-        self.follows: list[Follow] = []
+        self.opened_at_s = opened_at_s
+        self.followers: dict[Follower, Scope | None] = {}
+        self.num_posted = 0  # events
         self.scopes: set[Scope] = set()  # that created or followed it and are still there
         self.waiters: list[asyncio.Future[Any]] = []  # get the response at its end
         self.answer: asyncio.Future[Any] | None = None  # of the create that waits for storage
@@ -69,13 +58,15 @@ class LiveTurn:
         self.is_paused = False
         self.is_rewritten = False  # the journal has forgotten what its prompt was built from
         self.num_cached_tokens = 0
-        self.num_handled = 0  # output tokens whose events are in the log
-        self._opened_at_s = opened_at_s
-        self._last_tokens_at_s: float | None = None
 
     @property
     def id(self) -> str:
         return self.row.id
+
+    @property
+    def events(self) -> list[Event | TextDelta]:
+        """The log."""
+        return self.stream.log
 
     @property
     def state(self) -> str:
@@ -109,72 +100,50 @@ class LiveTurn:
         return entries[: self.stream.num_tokens]
 
     def emit(self, events: list[Event | TextDelta]) -> None:
-        """Append to the log and give it to everybody who follows."""
-        if not events:
-            return
-        self.events += events
-        for follow in self.follows:
-            follow.follower.post(self.row.id, events)
-            follow.next_number += len(events)
-
-    def push(
-        self,
-        first_token: int,
-        token_ids: SequenceOf[int],
-        logprobs: SequenceOf[TokenLogprobs] | None,
-        now_s: float,
-        observer: Observer,
-    ) -> None:
-        """Take stored tokens: events out, latencies observed."""
-        last = self._last_tokens_at_s
-        self._last_tokens_at_s = now_s
-        if last is not None:
-            observer.itl((now_s - last) / len(token_ids))
-        elif first_token == 0:
-            observer.ttft(now_s - self._opened_at_s)
-        self.emit(self.stream.push(first_token, token_ids, logprobs))
-        self.num_handled = self.stream.num_tokens
+        """Give what the log has gained to everybody who follows."""
+        self.num_posted += len(events)
+        for follower in self.followers:
+            follower.post(self.row.id, events)
 
     def restore(self, old: "LiveTurn | None") -> None:
         """Catch up with the row's stored tokens; take over who followed `old`."""
         self.is_stored = True
-        self.events += self.stream.open()
-        self.events += push_all(self.stream, self.row)
-        self.num_handled = self.stream.num_tokens
-        if old is None:
-            return
-        self.is_cancelled, self.is_paused = old.is_cancelled, old.is_paused
-        self.scopes, self.waiters, self.follows = old.scopes, old.waiters, old.follows
+        self.stream.open()
+        push_all(self.stream, self.row)
+        if old is not None:
+            self.is_cancelled, self.is_paused = old.is_cancelled, old.is_paused
+            self.scopes, self.waiters, self.followers = old.scopes, old.waiters, old.followers
+            self.num_posted = old.num_posted
         self.catch_up(self.events)
 
     def catch_up(self, events: list[Event | TextDelta]) -> None:
         """Give every follower what it lacks of the log `events`."""
-        for follow in self.follows:
-            missed = events[follow.next_number :]
-            if missed:
-                follow.follower.post(self.row.id, missed)
-                follow.next_number += len(missed)
+        missed = events[self.num_posted :]
+        if missed:
+            self.emit(missed)
 
     def follow(self, follower: Follower, scope: Scope | None, next_number: int) -> None:
         """Give the log from `next_number` on, then what comes. Following twice moves it."""
         self.unfollow(follower)
         if scope is not None:
             self.scopes.add(scope)
+        self.followers[follower] = scope
         missed = self.events[next_number:]
-        self.follows.append(Follow(follower, scope, next_number + len(missed)))
         if missed:
             follower.post(self.row.id, missed)
 
     def unfollow(self, follower: Follower) -> None:
-        self.follows = [follow for follow in self.follows if follow.follower is not follower]
+        self.followers.pop(follower, None)
 
     def leave(self, scope: Scope) -> bool:
         """The scope is gone. True: it held this response, and nobody else follows it."""
         if scope not in self.scopes:
             return False
         self.scopes.remove(scope)
-        self.follows = [follow for follow in self.follows if follow.scope is not scope]
-        return not self.follows
+        self.followers = {
+            follower: its for follower, its in self.followers.items() if its is not scope
+        }
+        return not self.followers
 
     def answer_waiters(self, response: dict[str, Any]) -> None:
         """Everybody who waits for the end gets the response."""
@@ -185,9 +154,9 @@ class LiveTurn:
 
     def lose(self, error: ApiError) -> None:
         """Nobody will know of the end: tell who waits for it and who follows."""
-        for follow in self.follows:
-            follow.follower.lost(self.row.id, error)
-        self.follows.clear()
+        for follower in self.followers:
+            follower.lost(self.row.id, error)
+        self.followers.clear()
         for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_exception(error)

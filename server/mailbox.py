@@ -45,18 +45,11 @@ class Mailbox(Generic[M]):
         self._control.append(message)
         self._wake()
 
-    def tell_now(self, message: M) -> None:
-        """Like `tell`, but handled before this returns where nothing is in its way.
-
-        For tokens: in their way to a follower a queue and a wake-up would cost as much as the
-        rest. In their way is what came before, a pause, or a handler that runs further up.
-        """
-        if self._control or self._paused or self._is_handling:
-            self.tell(message)
-            return
-        self._is_handling = True
-        self._handle(message)
-        self._is_handling = False
+    @property
+    def is_clear(self) -> bool:
+        """Whether something may be handled now: no control message is before it, there is no
+        pause, and no handler runs further up."""
+        return not (self._control or self._paused or self._is_handling)
 
     def offer(self, message: M) -> bool:
         """Append to the user lane; False (and nothing happens) when it is full."""

@@ -55,8 +55,9 @@ class Observer(Protocol):
         """Time from the acceptance of a response to its first output token."""
         ...
 
-    def itl(self, seconds: float) -> None:
-        """Time between two batches of one response's tokens, divided by the tokens."""
+    def itl(self, gaps_s: Sequence[float]) -> None:
+        """What one step of the engine ended: for each of its responses the time between two
+        batches of tokens, divided by the tokens."""
         ...
 
     def step(self, seconds: float) -> None:

@@ -276,5 +276,9 @@ class AppendTokens:
     def size_bytes(self) -> int:
         return 64 * len(self.rows)
 
+    @property
+    def num_tokens(self) -> int:
+        return sum([len(row[4]) for row in self.rows]) // 4
+
     def apply(self, db: sqlite3.Connection) -> None:
         steps.append(db, [row[2:] for row in self.rows])

@@ -28,7 +28,7 @@ def take_up(
     `failed`: it is to end as failed, with what its followers have been given and no more.
     """
     if failed and before is not None:
-        row = replace(row, output_ids=row.output_ids[: 4 * before.num_handled])
+        row = replace(row, output_ids=row.output_ids[: 4 * before.stream.num_tokens])
     request = decode_request(row.request)
     stream = services.historian.stream(row, request)
     turn = LiveTurn(row, request, stream, Phase.QUEUED, services.loop.time())

@@ -23,6 +23,10 @@ OnDisconnect = Literal["continue", "cancel", "pause"]
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_SESSION = "hillstar.session"
 
+MAX_LOGPROBS = 1 << 15
+"""Of one response, alternatives included. Each takes 400 to 700 bytes while the response is in
+memory, and 50 to 80 in each of the four events at its end that repeat them all."""
+
 _MAX_INT = (1 << 31) - 1
 _Count = Annotated[int, Meta(ge=0, le=_MAX_INT)]
 _Id = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -98,6 +102,11 @@ class CreateResponse(
     def wants_logprobs(self) -> bool:
         """Whether deltas and items carry logprobs (`top_logprobs` alternatives each)."""
         return INCLUDE_LOGPROBS in self.include
+
+    @property
+    def max_logprob_tokens(self) -> int:
+        """How many output tokens may carry as many logprobs as are asked for; 0: none are."""
+        return MAX_LOGPROBS // (1 + self.top_logprobs) if self.wants_logprobs else 0
 
     @property
     def on_disconnect(self) -> OnDisconnect:
@@ -265,6 +274,13 @@ def _check_whole(request: CreateResponse, surface: Surface) -> None:
         raise invalid(
             f"'hillstar.min_tokens' is {options.min_tokens}; at most max_output_tokens ({limit}).",
             "hillstar.min_tokens",
+        )
+    most = request.max_logprob_tokens
+    if limit is not None and most and limit > most:
+        raise invalid(
+            f"'max_output_tokens' is {limit}; with logprobs and {request.top_logprobs} alternatives"
+            f" at most {most}.",
+            "max_output_tokens",
         )
     starts = request.previous_response_id is None and request.conversation is None
     if starts and not request.input and request.instructions is None:

@@ -8,6 +8,7 @@ also those whose owner has not handled them yet.
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,6 +29,7 @@ from hillstar.engine.messages import (
 )
 from hillstar.server.engineport import Engine
 from hillstar.server.journal import Journal
+from hillstar.server.ports import Observer
 from hillstar.server.records import AppendTokens, TokenRow
 
 MAX_STRIKES = 3  # engines that died under a sequence before it said anything
@@ -61,6 +63,8 @@ class Sequence:
     epoch: int
     key: int | None  # in the journal; None: kept in memory only
     owner: "Owner"
+    opened_at_s: float  # by the table's clock
+    told_at_s: float | None = None  # when its owner got the last tokens
     output_ids: bytearray = field(default_factory=bytearray)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     held: bool = False  # parked as asked
@@ -86,9 +90,13 @@ class SequenceTable:
     strikes first, and while one is, it alone is blamed. At MAX_STRIKES it fails; the others go on.
     """
 
-    def __init__(self, engine: Engine, journal: Journal) -> None:
+    def __init__(
+        self, engine: Engine, journal: Journal, observer: Observer, clock: Callable[[], float]
+    ) -> None:
         self._engine = engine
         self._journal = journal
+        self._observer = observer
+        self._clock = clock
         self._sequences: dict[str, Sequence] = {}
         self._engine_is_up = False
         self._storage_is_up = True
@@ -119,10 +127,10 @@ class SequenceTable:
 
     def discard(self, sequence: Sequence) -> None:
         """Forget it at once; nothing more of it is delivered or stored."""
-        if self._sequences.pop(sequence.id, None) is not None:
+        if sequence.id in self._sequences:
             if sequence.submitted:
                 self._engine.send(Cancel(sequence.id))
-            self._left(sequence)
+            self._end(sequence)
 
     def park(self, sequence: Sequence) -> None:
         """Have it leave the batch until `unpark`. Tokens on their way still arrive."""
@@ -206,42 +214,47 @@ class SequenceTable:
             sequence = get(output.sequence_id)
             if sequence is None:
                 continue
-            if output.token_ids and 4 * output.first_token != len(sequence.output_ids):
-                self._reject(sequence, output)
-                continue
-            self._take(sequence, output, rows)
+            if output.token_ids:
+                if 4 * output.first_token != len(sequence.output_ids):
+                    self._reject(sequence, output)
+                    continue
+                self._take(sequence, output, rows)
+            if output.finish is not None:
+                self._end(sequence)
             deliveries.append((sequence, output))
         if deliveries:
             self._store(rows, deliveries)
 
     def _take(self, sequence: Sequence, output: Output, rows: list[TokenRow]) -> None:
-        token_ids = output.token_ids
-        finish = output.finish
-        if token_ids:
-            ids = token_ids[0].to_bytes(4, "little") if len(token_ids) == 1 else pack_ids(token_ids)
-            sequence.output_ids += ids
-            if output.logprobs is not None:
-                sequence.logprobs += output.logprobs
-            if sequence.key is not None:
-                rows.append(
-                    (
-                        sequence.conversation_id,
-                        sequence.epoch,
-                        sequence.key,
-                        output.first_token,
-                        ids,
-                        None if output.logprobs is None else encode(output.logprobs),
-                        None if finish is None else encode(finish),
-                    )
+        """Add its tokens to what it has said, and to what the journal has to store."""
+        token_ids, logprobs, finish = output.token_ids, output.logprobs, output.finish
+        ids = token_ids[0].to_bytes(4, "little") if len(token_ids) == 1 else pack_ids(token_ids)
+        sequence.output_ids += ids
+        if logprobs is not None:
+            sequence.logprobs += logprobs
+        if sequence.key is not None:
+            rows.append(
+                (
+                    sequence.conversation_id,
+                    sequence.epoch,
+                    sequence.key,
+                    output.first_token,
+                    ids,
+                    None if logprobs is None else encode(logprobs),
+                    None if finish is None else encode(finish),
                 )
-            if not sequence.heard:
-                sequence.heard = True
-                sequence.strikes = 0
-                if sequence is self._suspect:
-                    self._next_suspect()
-        if finish is not None:
-            self._sequences.pop(sequence.id, None)
-            self._left(sequence)
+            )
+        if not sequence.heard:
+            sequence.heard = True
+            sequence.strikes = 0
+            if sequence is self._suspect:
+                self._next_suspect()
+
+    def _end(self, sequence: Sequence) -> None:
+        """It has ended: whoever waits behind it on probation has its turn."""
+        del self._sequences[sequence.id]
+        if sequence is self._suspect:
+            self._next_suspect()
 
     def _reject(self, sequence: Sequence, output: Output) -> None:
         """The engine broke the order of a sequence's tokens: that one cannot go on."""
@@ -257,7 +270,7 @@ class SequenceTable:
     def _store(self, rows: list[TokenRow], deliveries: list[tuple[Sequence, Output]]) -> None:
         """Deliver once the rows are stored, and never before an earlier frame's are."""
         if not rows and not self._num_unstored:
-            _deliver(deliveries)
+            self._deliver(deliveries)
             return
         self._num_unstored += 1
         if self._reading and self._num_unstored > MAX_UNSTORED_FRAMES:
@@ -270,12 +283,27 @@ class SequenceTable:
                 self._reading = True
                 self._engine.resume_reading()
             if error is None:
-                _deliver(deliveries)
+                self._deliver(deliveries)
             else:
                 for sequence, _ in deliveries:
                     sequence.owner.lost(sequence, error)
 
         self._journal.write(AppendTokens(rows), done)
+
+    def _deliver(self, deliveries: list[tuple[Sequence, Output]]) -> None:
+        """Tell the owners, and how long each of them has waited."""
+        now_s = self._clock()
+        gaps_s: list[float] = []
+        for sequence, output in deliveries:
+            if output.token_ids:
+                told_at_s, sequence.told_at_s = sequence.told_at_s, now_s
+                if told_at_s is not None:
+                    gaps_s.append((now_s - told_at_s) / len(output.token_ids))
+                elif output.first_token == 0:
+                    self._observer.ttft(now_s - sequence.opened_at_s)
+            sequence.owner.stored(sequence, output)
+        if gaps_s:
+            self._observer.itl(gaps_s)
 
     def _submit(self, sequence: Sequence) -> None:
         may_run = self._may_run(sequence) and not sequence.held
@@ -300,12 +328,8 @@ class SequenceTable:
         else:
             finish = Finish("error", usage, "server_error", "The engine failed on this response.")
         output = Output(sequence.id, sequence.num_tokens, [], None, finish)
-        self._take(sequence, output, [])
+        self._end(sequence)
         self._store([], [(sequence, output)])
-
-    def _left(self, sequence: Sequence) -> None:
-        if sequence is self._suspect:
-            self._next_suspect()
 
     def _next_suspect(self) -> None:
         """Submit the next sequence on probation, if any is still to be run."""
@@ -316,11 +340,6 @@ class SequenceTable:
                 self._submit(sequence)
                 if sequence.submitted:
                     self._suspect = sequence
-
-
-def _deliver(deliveries: list[tuple[Sequence, Output]]) -> None:
-    for sequence, output in deliveries:
-        sequence.owner.stored(sequence, output)
 
 
 def _ids(sequence: Sequence) -> dict[str, str]:

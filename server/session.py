@@ -10,6 +10,7 @@ import time
 
 import msgspec
 
+from hillstar.engine.messages import Output
 from hillstar.server.conversation import Address, Conversation, Services, resolve
 from hillstar.server.course import Course
 from hillstar.server.errors import (
@@ -47,8 +48,11 @@ from hillstar.server.ports import Followed, Scope
 from hillstar.server.reads import Place
 from hillstar.server.records import NOT_STORED, TurnRow
 from hillstar.server.recovery import give_up, set_down, take_up
+from hillstar.server.sequences import Sequence
 
 MAX_QUEUED_TURNS = 64  # of one conversation
+MAX_KEPT = 64  # contexts of one conversation that memory alone knows; older ones are forgotten
+MAX_PAUSE_S = 3600.0  # of a response that memory alone knows
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -64,6 +68,7 @@ class Session:
         )
         self._turns: dict[str, LiveTurn] = {}  # unfinished, in order
         self._holders: set[Scope] = set()  # for whom something is kept in memory only
+        self._paused_at_s: dict[str, float] = {}  # when they were last paused
         self._closing: list[asyncio.Future[None]] = []
         self._is_closing = False
 
@@ -87,19 +92,34 @@ class Session:
     @property
     def is_held(self) -> bool:
         """It knows what the journal does not, for somebody who is still connected."""
-        return bool(self._conversation.private and self._holders)
+        is_more = not self._conversation.is_durable or bool(self._conversation.private)
+        return is_more and bool(self._holders)
+
+    def overdue(self, now_s: float) -> list[str]:
+        """Responses kept in memory only that have been paused for too long."""
+        if self._conversation.is_durable:
+            return []
+        return [
+            turn.id
+            for turn in self.turns
+            if turn.is_paused and now_s - self._paused_at_s[turn.id] >= MAX_PAUSE_S
+        ]
 
     @property
     def turns(self) -> tuple[LiveTurn, ...]:
         return tuple(self._turns.values())
 
+    def arrived(self, sequence: Sequence, output: Output) -> None:
+        """Tokens are stored: what becomes of them is the way of every token, kept short."""
+        turn = self._turns.get(sequence.response_id)
+        if turn is not None:
+            self._course.arrived(turn, sequence, output)
+
     def handle(self, message: Mail) -> None:
         """React to one message."""
         match message:
             case Arrived():
-                turn = self._turns.get(message.sequence.response_id)
-                if turn is not None:
-                    self._course.arrived(turn, message.sequence, message.output)
+                self.arrived(message.sequence, message.output)
             case TurnStored():
                 self._course.turn_stored(message.turn, message.error)
             case EndStored():
@@ -144,7 +164,7 @@ class Session:
         `failed`: this conversation has broken its actor too often; its turns end as failed.
         """
         if old is not None:
-            self._holders = old._holders
+            self._holders, self._paused_at_s = old._holders, old._paused_at_s
             self._conversation.past = old._conversation.past
             self._conversation.private = old._conversation.private
             self._is_closing, self._closing = old._is_closing, old._closing
@@ -270,9 +290,19 @@ class Session:
     def _remove(self, turn: LiveTurn) -> None:
         self._services.directory.ended(turn.id, keep=turn.id in self._conversation.past)
         del self._turns[turn.id]
+        self._paused_at_s.pop(turn.id, None)
+        self._forget_oldest()
         self._advance()
         if not self._turns:
             self._answer_closing()
+
+    def _forget_oldest(self) -> None:
+        """A chain of any length takes as much memory as its last turns."""
+        conversation = self._conversation
+        while len(conversation.past) > MAX_KEPT:
+            self._forget(next(iter(conversation.past)))
+        while len(conversation.private) > MAX_KEPT:
+            del conversation.private[next(iter(conversation.private))]
 
     def _answer_closing(self) -> None:
         """Nothing lives in the conversation any more: it can be deleted."""
@@ -340,6 +370,7 @@ class Session:
                 case "cancel":
                     self._course.cancel(turn)
                 case "pause":
+                    self._paused_at_s[turn.id] = self._services.loop.time()
                     self._course.pause(turn)
                 case "continue":
                     pass

@@ -31,6 +31,7 @@ SEND_BUFFER_BYTES = 256 << 10
 
 _NO_LIMIT = 1 << 62  # flow control is the outbox's
 _FINAL = 0x80
+_SHORT = [[bytes((_FINAL | opcode, size)) for size in range(126)] for opcode in range(16)]
 _MEDIUM = struct.Struct(">BBH").pack
 _LARGE = struct.Struct(">BBQ").pack
 
@@ -110,7 +111,7 @@ def frame(opcode: int, payload: bytes) -> bytes:
     """A whole, unmasked message (RFC 6455, 5.2)."""
     size = len(payload)
     if size < 126:
-        return b"%c%c%b" % (_FINAL | opcode, size, payload)
+        return _SHORT[opcode][size] + payload
     if size < 1 << 16:
         return _MEDIUM(_FINAL | opcode, 126, size) + payload
     return _LARGE(_FINAL | opcode, 127, size) + payload

@@ -195,15 +195,13 @@ class Writer:
         for write, done in queued:
             batch.outcomes.append((done, None))
             if isinstance(write, AppendTokens):
-                batch.num_tokens += sum(len(row[4]) // 4 for row in write.rows)
+                batch.num_tokens += write.num_tokens
 
     def _passes_fence(self, write: Write) -> bool:
         """Apply claims and releases; drop token rows, or whole writes, of older epochs."""
         fences = self._fences
         if isinstance(write, AppendTokens):
-            rows = write.rows
-            if any(fences.get(row[0], 0) > row[1] for row in rows):
-                rows[:] = [row for row in rows if fences.get(row[0], 0) <= row[1]]
+            write.rows[:] = [row for row in write.rows if fences.get(row[0], 0) <= row[1]]
         elif isinstance(write, Claim):
             holder = write.holder
             fences[holder.conversation_id] = max(

@@ -69,36 +69,20 @@ async def test_a_busy_mailbox_does_not_hold_up_the_others() -> None:
     assert log.index((1, "y")) == MAX_RUN
 
 
-async def test_what_nothing_precedes_is_handled_at_once() -> None:
-    """`tell_now` handles before it returns, unless that would overtake something."""
-    [box], log = boxes(1)
+async def test_a_mailbox_is_clear_while_nothing_precedes() -> None:
+    """Not behind a control message, in a pause, or inside a handler; user messages may wait."""
+    seen: list[bool] = []
+    box: Mailbox[str] = Mailbox(
+        RunQueue(asyncio.get_running_loop()), lambda message: seen.append(box.is_clear), max_user=1
+    )
+    assert box.is_clear
     box.offer("user")
-    box.tell_now("token 1")
-    assert log == [(0, "token 1")]
-    box.tell("commit")
-    box.tell_now("token 2")
-    assert log == [(0, "token 1")]
+    assert box.is_clear
+    box.tell("control")
+    assert not box.is_clear
     await asyncio.sleep(0)
+    assert (box.is_clear, seen) == (True, [False, False])
     box.pause()
-    box.tell_now("token 3")
+    assert not box.is_clear
     box.resume()
-    await asyncio.sleep(0)
-    assert [message for _, message in log] == ["token 1", "commit", "token 2", "user", "token 3"]
-
-
-async def test_a_handler_is_never_entered_twice() -> None:
-    """What a handler tells its own mailbox comes after it, however it was called."""
-    log: list[str] = []
-
-    def handle(message: str) -> None:
-        log.append(f"{message} begins")
-        if message == "outer":
-            box.tell_now("inner")
-        log.append(f"{message} ends")
-
-    box = Mailbox(RunQueue(asyncio.get_running_loop()), handle, max_user=1)
-    for start in (box.tell_now, box.tell):
-        log.clear()
-        start("outer")
-        await asyncio.sleep(0)
-        assert log == ["outer begins", "outer ends", "inner begins", "inner ends"]
+    assert box.is_clear

@@ -3,7 +3,10 @@
 import asyncio
 from pathlib import Path
 
-from hillstar.engine.messages import pack_ids
+import pytest
+
+from hillstar.engine.messages import Cancel, Park, pack_ids
+from hillstar.server import hub, session
 from hillstar.server.hub import HubLimits
 from support.fake_engine import FakeEngine
 from support.hub_world import (
@@ -17,6 +20,7 @@ from support.hub_world import (
     refused,
     world,
 )
+from support.wait import until
 
 
 async def test_memory_only_responses(tmp_path: Path) -> None:
@@ -66,10 +70,11 @@ async def test_a_stored_turn_upon_a_memory_only_one_keeps_only_itself(tmp_path: 
 
 
 async def test_a_stored_turn_upon_a_memory_only_one_is_continued_while_its_connection_lives(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It can be forked like any other there, with all of its past; afterwards it is not found."""
-    async with world(tmp_path, limits=HubLimits(max_active_sessions=1)) as made:
+    monkeypatch.setattr(hub, "SWEEP_S", 0.001)
+    async with world(tmp_path, limits=HubLimits(idle_timeout_s=0)) as made:
         socket = Socket()
         first = await made.say("unspoken", store=False, scope=socket)
         upon = {"scope": socket, "previous_response_id": first.response["id"]}
@@ -84,8 +89,7 @@ async def test_a_stored_turn_upon_a_memory_only_one_is_continued_while_its_conne
         further = await made.say("f", scope=socket, previous_response_id=ends[2]["id"])
         assert "[unspoken]" in last_prompt(made) and "[e]" in last_prompt(made)
         made.hub.disconnected(socket)
-        for text in ("it is told", "and makes room"):
-            await made.say(text)
+        await until(lambda: made.hub.stats().num_sessions["awake"] == 0)
         for response in (child, *ends, further.response):
             error = await refused(made.create(ask(previous_response_id=response["id"])))
             assert error.code == "previous_response_not_found"
@@ -175,3 +179,59 @@ async def test_an_unstored_child_of_a_stored_response_forks(tmp_path: Path) -> N
         main = await made.say("c", previous_response_id=first.response["id"])
         assert main.response["conversation"] == first.response["conversation"]
         assert "[b]" not in last_prompt(made)
+
+
+async def test_the_least_used_memory_only_conversations_make_room(tmp_path: Path) -> None:
+    """They are kept for their connection as long as there is room, and only so long."""
+    async with world(tmp_path, limits=HubLimits(max_active_sessions=2)) as made:
+        socket = Socket()
+        ids = [(await made.say(c, store=False, scope=socket)).response["id"] for c in "abc"]
+        error = await refused(
+            made.create(ask(store=False, previous_response_id=ids[0]), scope=socket)
+        )
+        assert error.code == "previous_response_not_found"
+        await made.say("d", store=False, scope=socket, previous_response_id=ids[2])
+        assert "[c]" in last_prompt(made)
+
+
+async def test_a_memory_only_chain_keeps_its_last_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a chain is, memory holds so many of its turns; older ones are not found."""
+    monkeypatch.setattr(session, "MAX_KEPT", 2)
+    async with world(tmp_path) as made:
+        for store in (False, True):
+            socket = Socket()
+            ids = [(await made.say("a", store=False, scope=socket)).response["id"]]
+            for text in "bcd":
+                turn = await made.say(text, store=store, scope=socket, previous_response_id=ids[-1])
+                ids.append(turn.response["id"])
+            for kept in ids[2:]:
+                await made.say(
+                    "e", store=store, scope=Socket() if store else socket, previous_response_id=kept
+                )
+                assert "[a]" in last_prompt(made)
+            error = await refused(made.create(ask(previous_response_id=ids[1]), scope=socket))
+            assert error.code == "previous_response_not_found"
+
+
+async def test_a_memory_only_response_is_paused_for_so_long_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody may ever resume it: it is cancelled then, and its blocks are given back."""
+    monkeypatch.setattr(hub, "SWEEP_S", 0.001)
+    async with world(tmp_path, engine=FakeEngine(auto=False)) as made:
+        socket = Socket()
+        for store in (True, False):
+            request = ask("a", store=store, h_on_disconnect="pause")
+            await made.create(request, scope=socket)
+        await made.engine.until(lambda: len(made.engine.submits) == 2)
+        made.hub.disconnected(socket)
+        await made.engine.until(lambda: sum(isinstance(m, Park) for m in made.engine.sent) == 2)
+        made.engine.step()
+        assert not any(isinstance(message, Cancel) for message in made.engine.sent)
+        monkeypatch.setattr(session, "MAX_PAUSE_S", 0.0)
+        await made.engine.until(lambda: isinstance(made.engine.sent[-1], Cancel))
+        made.engine.step()
+        await until(lambda: made.hub.stats().num_responses == {"parked": 1})
+        assert len(made.engine.running) == 1

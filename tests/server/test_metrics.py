@@ -114,6 +114,18 @@ def test_histograms_are_cumulative() -> None:
     assert value(samples, f"{name}_sum") == pytest.approx(99.021)
 
 
+def test_a_step_is_counted_at_once() -> None:
+    """Many durations together count as each of them would alone."""
+    durations = [0.003, 0.003, 0.5, 0.003]
+    alone, together = (LatencyHistogram("h", "h", (0.01, 1.0)) for _ in range(2))
+    for seconds in durations:
+        alone.observe(seconds)
+    together.observe_all(durations)
+    samples = [sample.value for sample in together.collect().samples]
+    assert samples == pytest.approx([sample.value for sample in alone.collect().samples])
+    assert samples[:2] == [3, 4]
+
+
 def test_bounds_are_inclusive() -> None:
     """A duration equal to a bound belongs to that bound's bucket, as Prometheus has it."""
     histogram = LatencyHistogram("h", "h", (1.0, 2.0))

@@ -29,6 +29,7 @@ from hillstar.server.sequences import (
     SequenceTable,
 )
 from hillstar.server.writer import Done
+from support.hub_world import Latencies
 
 
 class Engine:
@@ -85,11 +86,15 @@ class Owner:
 
 
 class Rig:
-    """A table with its surroundings."""
+    """A table with its surroundings, and a clock that the test sets."""
 
     def __init__(self) -> None:
         self.engine, self.journal, self.owner = Engine(), HeldJournal(), Owner()
-        self.table = SequenceTable(self.engine, cast(Journal, self.journal))
+        self.latencies = Latencies()
+        self.now_s = 0.0
+        self.table = SequenceTable(
+            self.engine, cast(Journal, self.journal), self.latencies, lambda: self.now_s
+        )
 
     def add(self, name: str, **fields: Any) -> Sequence:
         sequence = Sequence(
@@ -101,6 +106,7 @@ class Rig:
             epoch=1,
             key=fields.pop("key", 1),
             owner=self.owner,
+            opened_at_s=self.now_s,
             **fields,
         )
         self.table.add(sequence)
@@ -131,6 +137,22 @@ def test_tokens_are_delivered_when_stored_in_the_order_of_the_frames() -> None:
     assert rig.owner.outputs[2:] == [("b", [7], None)]
     rig.say(output("b", 2, 8))  # nothing is waiting: no write at all
     assert rig.owner.outputs[3:] == [("b", [8], None)] and not rig.journal.waiting
+
+
+def test_latencies_are_counted_from_when_tokens_are_stored() -> None:
+    """The first token since the response was opened, then the time between two for each of them."""
+    rig = Rig()
+    rig.table.engine_up()
+    rig.add("a", key=None)
+    rig.add("b", key=None, output_ids=bytearray(pack_ids([1])))  # resumed: it has had its first
+    for now_s, outputs in (
+        (2.0, [output("a", 0, 5), output("b", 1, 6)]),
+        (3.0, [output("b", 2, 7)]),
+        (6.0, [output("a", 1, 8, 9), output("b", 3, 10, finish="length")]),
+    ):
+        rig.now_s = now_s
+        rig.say(*outputs)
+    assert (rig.latencies.ttfts, rig.latencies.itls) == ([2.0], [1.0, 2.0, 3.0])
 
 
 def test_outputs_of_unknown_sequences_are_dropped() -> None:

@@ -432,3 +432,14 @@ async def test_logprobs_come_back_from_the_journal(tmp_path: Path) -> None:
             ALICE, whole.response["id"], starting_after=None, follower=replay, scope=None
         )
         assert replay.events == whole.events
+
+
+async def test_logprobs_bound_an_answer_that_has_no_bound_of_its_own(tmp_path: Path) -> None:
+    """A response carries so many logprobs and no more: it ends there as out of tokens."""
+    logprobs = ("message.output_text.logprobs",)
+    async with world(tmp_path, engine=manual()) as made:
+        await made.create(ask("a", include=logprobs, top_logprobs=20, max_output_tokens=None))
+        await made.create(ask("b", top_logprobs=20, max_output_tokens=None))
+        bounded, free = await until_submitted(made, 2)
+        assert (bounded.params.max_tokens, bounded.params.max_tokens_is_explicit) == (1560, False)
+        assert free.params.max_tokens == 4096 - len("<>[b]")

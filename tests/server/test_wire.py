@@ -145,6 +145,15 @@ def test_message_shapes(item: dict[str, Any], message: Message) -> None:
         ({"top_p": 0}, "invalid_value", "top_p"),
         ({"top_logprobs": 21}, "invalid_value", "top_logprobs"),
         ({"max_output_tokens": 0}, "invalid_value", "max_output_tokens"),
+        (
+            {
+                "include": ["message.output_text.logprobs"],
+                "top_logprobs": 20,
+                "max_output_tokens": 1561,
+            },
+            "invalid_value",
+            "max_output_tokens",
+        ),
         ({"max_output_tokens": 1 << 80}, "invalid_value", "max_output_tokens"),
         ({"max_output_tokens": "9"}, "invalid_type", "max_output_tokens"),
         ({"presence_penalty": -3}, "invalid_value", "presence_penalty"),

@@ -90,8 +90,8 @@ class Latencies:
     def ttft(self, seconds: float) -> None:
         self.ttfts.append(seconds)
 
-    def itl(self, seconds: float) -> None:
-        self.itls.append(seconds)
+    def itl(self, gaps_s: Sequence[float]) -> None:
+        self.itls += gaps_s
 
     def step(self, seconds: float) -> None:
         self.steps.append(seconds)
