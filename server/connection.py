@@ -12,9 +12,10 @@ import logging
 from aiohttp import WSMsgType, web
 
 from hillstar.server.commands import Commands
-from hillstar.server.errors import ApiError, server_draining
+from hillstar.server.errors import server_draining
 from hillstar.server.followers import Sender
 from hillstar.server.front import Front, forgive_cancellation
+from hillstar.server.handshake import check_handshake
 from hillstar.server.outbox import Outbox
 from hillstar.server.ports import Principal
 from hillstar.server.socket import (
@@ -38,8 +39,7 @@ async def responses_socket(
     front: Front, principal: Principal, request: web.Request
 ) -> web.StreamResponse:
     """`GET /v1/responses` with Upgrade. Refusals come before the upgrade, as HTTP."""
-    if request.headers.get("Upgrade", "").lower() != "websocket":
-        raise ApiError(426, "upgrade_required", "This is a WebSocket, or POST a response here.")
+    check_handshake(request)
     if front.is_draining:
         raise server_draining()
     protocol = negotiate(request.headers.get("Sec-WebSocket-Protocol", ""))

@@ -8,6 +8,7 @@ import asyncio
 from aiohttp import WSMsgType, web
 
 from hillstar.server.front import Front, forgive_cancellation
+from hillstar.server.handshake import check_handshake
 from hillstar.server.outbox import Outbox
 from hillstar.server.ports import Principal
 from hillstar.server.socket import (
@@ -25,6 +26,7 @@ async def echo_socket(
     front: Front, principal: Principal, request: web.Request
 ) -> web.StreamResponse:
     """Send every text and binary frame back."""
+    check_handshake(request)
     with front.connections:
         socket = Socket(front.limits, front.config.max_frame_bytes)
         writer = await socket.prepare(request)

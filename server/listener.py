@@ -1,13 +1,21 @@
-"""The listening server: accept, drain, leave."""
+"""The listening server: accept, drain, leave; a typed answer even to what is no HTTP.
+
+aiohttp answers what its parser or its application refuse before any middleware in plain text. Its
+classes for a connection (`RequestHandler`) and for making them (`Server`) are built upon here for
+the sake of those answers alone.
+"""
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
+from hillstar.server.errors import ApiError, internal_error
 from hillstar.server.front import Front
+from hillstar.server.middleware import error_answer, http_error
 from hillstar.server.routes import build_app
 
 KEEPALIVE_S = 75.0  # of an idle HTTP connection
@@ -19,7 +27,7 @@ class Server:
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self._runner = web.AppRunner(
+        self._runner = _Runner(
             build_app(front),
             handle_signals=False,
             handler_cancellation=True,
@@ -55,6 +63,58 @@ class Server:
             self._beats.cancel()
         await self._runner.cleanup()
         self._front.close()
+
+
+class _Runner(web.AppRunner):
+    """An application's runner whose connections answer refusals with a type."""
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return _Connections(
+            made.request_handler, request_factory=made.request_factory, **self._kwargs
+        )
+
+
+class _Connections(web.Server):
+    """Makes the connections."""
+
+    def __call__(self) -> web.RequestHandler:
+        return _HttpConnection(self, loop=self._loop, **self._kwargs)
+
+
+class _HttpConnection(web.RequestHandler):
+    """One client's connection."""
+
+    async def _handle_request(
+        self,
+        request: web.BaseRequest,
+        start_time: float | None,
+        request_handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+    ) -> tuple[web.StreamResponse, bool]:
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            try:
+                return await request_handler(request)
+            except web.HTTPException as error:  # an expectation, say, that is not met
+                return http_error(error, request)
+
+        return await super()._handle_request(request, start_time, handle)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What aiohttp says of a fault, in our words: its own quote what came, maybe a key."""
+        super().handle_error(request, status, exc, message)
+        if status < 500:
+            error = ApiError(status, "invalid_http", "The request is not valid HTTP.")
+        else:
+            error = internal_error()
+        answer = error_answer(error)
+        answer.force_close()
+        return answer
 
 
 class _HttpLogger(logging.LoggerAdapter[logging.Logger]):

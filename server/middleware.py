@@ -12,6 +12,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from hillstar.server.auth import OriginPolicy
 from hillstar.server.errors import ApiError, internal_error
+from hillstar.server.handshake import VERSION
 from hillstar.server.logs import current_request_id
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def typed_errors(origins: OriginPolicy) -> Middleware:
         except ApiError as error:
             return error_answer(error)
         except web.HTTPException as error:
-            return _translated(error, request)
+            return http_error(error, request)
         except (ConnectionError, asyncio.CancelledError):
             raise  # the peer is gone: nobody reads an answer
         except Exception:
@@ -93,11 +94,13 @@ def error_answer(error: ApiError) -> web.Response:
         answer.headers["WWW-Authenticate"] = "Bearer"
     if error.status == 426:
         answer.headers["Upgrade"] = "websocket"
+        answer.headers["Sec-WebSocket-Version"] = VERSION
     return answer
 
 
-def _translated(error: web.HTTPException, request: web.Request) -> web.Response:
-    code, message = _HTTP_CODES.get(error.status, ("invalid_request", error.reason))
+def http_error(error: web.HTTPException, request: web.BaseRequest) -> web.Response:
+    """aiohttp's refusal with a type."""
+    code, message = _HTTP_CODES.get(error.status, ("invalid_http", error.reason))
     text = message.format(method=request.method, path=request.path)
     answer = error_answer(ApiError(error.status, code, text))
     if "Allow" in error.headers:
