@@ -84,11 +84,15 @@ def conversation_not_found(conversation_id: str) -> ApiError:
     )
 
 
-def context_length_exceeded(num_tokens: int, max_model_len: int) -> ApiError:
+def context_length_exceeded(
+    num_tokens: int, max_model_len: int, *, is_least: bool = False
+) -> ApiError:
+    """`is_least`: nobody counted all of them, there may be many more."""
+    needs = f"at least {num_tokens}" if is_least else str(num_tokens)
     return ApiError(
         400,
         "context_length_exceeded",
-        f"The request needs {num_tokens} tokens; this model's context holds {max_model_len}.",
+        f"The request needs {needs} tokens; this model's context holds {max_model_len}.",
         param="input",
     )
 

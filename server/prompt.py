@@ -123,15 +123,15 @@ class PromptBuilder:
         num_bytes = sum(map(_num_bytes, texts))
         at_least = num_wanted - (-num_bytes // self._vocabulary.longest_token_bytes)
         if at_least > max_model_len:
-            raise context_length_exceeded(at_least, max_model_len)
+            raise context_length_exceeded(at_least, max_model_len, is_least=True)
         if num_bytes <= _SLICE:
             return
-        at_least = num_wanted
+        at_least = num_wanted - (max_model_len // 16 + 256)
         for text in texts:
             for start in range(0, len(text), _SLICE):
                 at_least += len(self._vocabulary.encode_plain(text[start : start + _SLICE]))
-                if at_least > max_model_len + max_model_len // 16 + 256:
-                    raise context_length_exceeded(at_least, max_model_len)
+                if at_least > max_model_len:
+                    raise context_length_exceeded(at_least, max_model_len, is_least=True)
 
     def _continue(
         self,

@@ -1,6 +1,7 @@
 """Prompts as ids: what the template writes, with what was sampled kept to the id."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -217,17 +218,23 @@ def test_what_cannot_fit_is_refused(tokenizer: Tokenizer, room: dict[str, int], 
         with pytest.raises(ApiError) as caught:
             tokenizer.build_prompt(None, request, max_model_len=num_tokens + 1)
         assert caught.value.code == "context_length_exceeded"
+        assert f"needs {num_tokens + 2} tokens" in caught.value.message
     prefill = asks("hello", generate=False)
     length = build(tokenizer, prefill).num_tokens
     assert tokenizer.build_prompt(None, prefill, max_model_len=length).num_tokens == length
 
 
-@pytest.mark.parametrize("text", ["x" * 4_000_000, "the fox " * 40_000])
+@pytest.mark.parametrize("text", ["x" * 1_000_000, "the fox " * 40_000])
 def test_hopeless_prompts_are_refused_early(tokenizer: Tokenizer, text: str) -> None:
-    """Neither by bytes nor by its first tokens can it fit: refused with the same error."""
+    """Neither by bytes nor by its first tokens can it fit: the refusal says that it is longer yet,
+    and by how much at least."""
     with pytest.raises(ApiError) as caught:
         build(tokenizer, asks(text))
     assert caught.value.code == "context_length_exceeded"
+    whole = tokenizer.build_prompt(None, asks(text), max_model_len=1 << 30).num_tokens
+    said = re.search(r"needs at least (\d+) tokens; .* holds 4096\.", caught.value.message)
+    assert said is not None, caught.value.message
+    assert 4096 < int(said[1]) <= whole
 
 
 def test_a_large_prompt_that_fits_is_encoded_whole(tokenizer: Tokenizer) -> None:
