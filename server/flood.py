@@ -1,42 +1,69 @@
-"""Refuses a large frame of very many tiny values before it is decoded.
+"""Refuses a large frame of very many tiny values, or of huge numbers, before it is decoded.
 
 Sixteen megabytes of `[],[],…` are five million Python objects: gigabytes of memory and seconds of
 the event loop for one frame. Long texts are few values, so counting tells them apart, at the
 speed of a byte search (JSON) or of skipping from header to header (msgpack).
+
+A decoder is one call that holds the interpreter from its first byte to its last, on whatever
+thread. MAX_VALUES and MAX_DIGITS bound that (docs/bench-log.md has figures). JSON is looked
+through piece by piece, so that no step of that takes more than some milliseconds.
 """
+
+import re
+from collections.abc import Iterator
 
 from hillstar.server.errors import ApiError, invalid
 
-MAX_VALUES = 200_000  # an input of `items.MAX_PARTS` parts has fewer
+MAX_VALUES = 60_000  # an input of `items.MAX_PARTS` parts has fewer
+MAX_DIGITS = 100  # of a number; the decoder's time for an integer grows with their square
 _BEFORE_A_VALUE = (b"[", b"{", b",")
-_ALWAYS_FEW_BYTES = 1 << 16  # a frame of this size cannot hold enough values to matter
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
+_ALWAYS_FEW_BYTES = MAX_VALUES  # a frame of this size cannot hold enough to matter
+_PIECE = 1 << 16
 
 
 def refuse_json_flood(data: str | bytes) -> None:
-    """Raise ApiError if the text holds more than MAX_VALUES values.
+    """Raise ApiError if the text holds more than MAX_VALUES values, or a number too long.
 
-    Every value but the first follows one of `[ { ,` outside of strings. Without its escapes, the
-    text's quotes alternate between opening and closing a string. Text that is not JSON may be
-    miscounted, but only after the place where a decoder stops.
+    Every value but the first follows one of `[ { ,` outside of strings. Text that is not JSON may
+    be miscounted, but only after the place where a decoder stops.
     """
     if len(data) <= _ALWAYS_FEW_BYTES:
         return
-    if isinstance(data, str):
-        if sum(map(data.count, "[{,")) <= MAX_VALUES:  # strings included: most texts pass here
-            return
-        data = data.encode("utf-8", "replace")
-    elif sum(map(data.count, _BEFORE_A_VALUE)) <= MAX_VALUES:
-        return
-    bare = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if bare.count(b'"') > 2 * MAX_VALUES:
-        raise _too_many()
-    outside = b"".join(bare.split(b'"')[::2])
-    if sum(map(outside.count, _BEFORE_A_VALUE)) > MAX_VALUES:
-        raise _too_many()
+    num_values = 0
+    for outside in _outside_strings(data):
+        num_values += sum(map(outside.count, _BEFORE_A_VALUE))
+        if num_values > MAX_VALUES:
+            raise _too_many()
+        if len(outside) > MAX_DIGITS and _LONG_NUMBER.search(outside):
+            raise invalid(
+                f"The request holds a number of more than {MAX_DIGITS} digits.", code="too_large"
+            )
+
+
+def _outside_strings(data: str | bytes) -> Iterator[bytes]:
+    """What is not inside strings, a piece at a time.
+
+    Without its escapes, a text's quotes alternate between opening and closing a string.
+    """
+    is_inside = False
+    start = 0
+    while start < len(data):
+        piece = data[start : start + _PIECE]
+        start += len(piece)
+        if isinstance(piece, str):
+            piece = piece.encode("utf-8", "replace")
+        if start < len(data) and (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            piece = piece[:-1]  # it ends in half an escape
+            start -= 1
+        bare = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = bare.split(b'"')
+        yield b'"'.join(parts[is_inside::2])
+        is_inside ^= len(parts) % 2 == 0
 
 
 def refuse_msgpack_flood(data: bytes) -> None:
-    """Raise ApiError if the message holds more than MAX_VALUES values, keys included.
+    """Raise ApiError if the message holds more than 2 * MAX_VALUES values, keys included.
 
     Headers follow one another in the order of the values, whatever the nesting.
     """
@@ -45,7 +72,7 @@ def refuse_msgpack_flood(data: bytes) -> None:
     position = num_values = 0
     while position < len(data):
         num_values += 1
-        if num_values > MAX_VALUES:
+        if num_values > 2 * MAX_VALUES:
             raise _too_many()
         header = data[position]
         position += _FIXED_BYTES[header]

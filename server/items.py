@@ -35,7 +35,7 @@ _ROLES: dict[str, Role] = {
 _MESSAGE_FIELDS = frozenset({"type", "role", "content", "id", "status", "phase"})
 # What our own items carry when a client sends an output item back; none of it changes the text.
 _PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
-MAX_PARTS = 16384  # of all messages of one input
+MAX_PARTS = 4096  # of all messages of one input
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hillstar.server.errors import ApiError
-from hillstar.server.items import Message
+from hillstar.server.items import MAX_PARTS, Message
 from hillstar.server.request import CreateResponse, HillstarOptions, Surface, parse_create
 from hillstar.server.validate import decode_object
 from hillstar.server.wire import (
@@ -125,13 +125,13 @@ def test_message_shapes(item: dict[str, Any], message: Message) -> None:
             "input[0].content[0].text",
         ),
         (
-            {"input": [{"role": "user", "content": "a"}] * 16385},
+            {"input": [{"role": "user", "content": "a"}] * (MAX_PARTS + 1)},
             "invalid_value",
             "input",
         ),
         (
             {
-                "input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 9000}]
+                "input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 2100}]
                 * 2
             },
             "invalid_value",
