@@ -93,7 +93,7 @@ class StepAttention:
         blocks, offsets = np.divmod(batch.slot_mapping, layout.block_size)
         first = blocks * (layout.block_stride * layout.block_size) + offsets
         heads = np.arange(2 * layout.num_kv_heads) * layout.block_size
-        self._stored = (torch.from_numpy(first[:, None] + heads),)
+        self._stored = torch.from_numpy((first[:, None] + heads).reshape(-1))
         self._mixes = _split(batch, layout)
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,8 @@ class StepAttention:
 
         qkv: `[T, num_heads + 2 * num_kv_heads, head_dim]`, queries and keys rotated.
         """
-        self._token_rows[layer].index_put_(self._stored, qkv[:, self._num_heads :])
+        keys_values = qkv[:, self._num_heads :].reshape(len(self._stored), -1)
+        self._token_rows[layer].index_copy_(0, self._stored, keys_values)
         block_rows = self._block_rows[layer]
         if len(self._mixes) == 1:
             return self._mixes[0](block_rows, qkv)
