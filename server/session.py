@@ -177,6 +177,7 @@ class Session:
                 is_durable=self._conversation.is_durable,
                 failed=failed,
             )
+        self._resume_blocking()
         for turn in self.turns:
             if failed:
                 self._course.end(
@@ -237,6 +238,7 @@ class Session:
         if message.scope is not None:
             turn.scopes.add(message.scope)
         self._turns[turn.id] = turn
+        self._resume_blocking()
         if len(self._turns) == 1:
             self._course.prepare(turn, message.base)
         else:
@@ -374,6 +376,16 @@ class Session:
                     self._course.pause(turn)
                 case "continue":
                     pass
+        self._resume_blocking()
+
+    def _resume_blocking(self) -> None:
+        """A paused turn is nobody's hurry, until one behind it that is not paused waits."""
+        is_waited_for = False
+        for turn in reversed(self._turns.values()):
+            if not turn.is_paused:
+                is_waited_for = True
+            elif is_waited_for:
+                self._course.resume(turn)
 
     def _forget(self, response_id: str) -> bool:
         if self._conversation.past.pop(response_id, None) is None:

@@ -400,6 +400,34 @@ async def test_on_disconnect(tmp_path: Path, policy: str) -> None:
             assert back.response["usage"]["output_tokens"] == 4
 
 
+@pytest.mark.parametrize("order", ["paused, then asked", "asked, then paused"])
+async def test_a_paused_turn_goes_on_when_a_later_one_waits_for_it(
+    tmp_path: Path, order: str
+) -> None:
+    """A turn behind it needs its end: a pause lasts until somebody wants to go on."""
+    async with world(tmp_path, engine=manual()) as made:
+        socket = Socket()
+        pausing = {"h_on_disconnect": "pause", "max_output_tokens": 4, "h_ignore_eos": True}
+        conversation = (await made.hub.create_conversation(ALICE, {}))["id"]
+        paused, _ = await made.create(ask("a", conversation=conversation, **pausing), scope=socket)
+        await made.create(ask("b", conversation=conversation, **pausing), scope=socket)
+        await until_submitted(made, 1)
+        later = ask("c", conversation=conversation)
+        if order == "asked, then paused":
+            _, listener = await made.create(later, scope=Socket())
+            made.hub.disconnected(socket)
+        else:
+            made.hub.disconnected(socket)
+            await made.engine.until(lambda: isinstance(made.engine.sent[-1], Park))
+            assert made.hub.stats().num_responses == {"parked": 2}
+            _, listener = await made.create(later, scope=Socket())
+        made.engine.auto = True
+        made.engine.resume_reading()
+        await listener.wait_done()
+        assert (await made.hub.get(ALICE, paused.response_id))["usage"]["output_tokens"] == 4
+        assert [prompt_text(submit)[-3:] for submit in made.engine.submits] == ["[a]", "[b]", "[c]"]
+
+
 async def test_another_follower_keeps_a_response_going(tmp_path: Path) -> None:
     """`on_disconnect` applies only when the last follower has gone."""
     async with world(tmp_path, engine=manual()) as made:
