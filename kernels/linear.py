@@ -6,9 +6,10 @@
 Sums are float32, and what is added or multiplied after them joins before the one rounding to the
 result's dtype. A decode step reads every weight and computes next to nothing, so the only aim is
 to keep the memory busy from the first microsecond of a launch to the last: one token goes to
-`linear_vector`, up to 64 to the tensor cores in `linear_tile`, more to cuBLAS. The weights are
-`[out, in]`, row-major. Bytes moved a call: the weight once, `num_tokens * in` inputs (out of the
-L2 cache, for every program again), `num_tokens * out` outputs (and residuals).
+`linear_vector`, up to 64 to the tensor cores in `linear_tile`, more to cuBLAS (and 128 or 256 of a
+GLU to `linear_dense`). The weights are `[out, in]`, row-major. Bytes moved a call: the weight once,
+`num_tokens * in` inputs (out of the L2 cache, for every program again), `num_tokens * out` outputs
+(and residuals).
 
 The norm prologue. norm(x) is `x * norm_weight / sqrt(mean(x^2) + eps)` (Zhang and Sennrich 2019),
 or x without `norm_weight`. A row's quotient is one number, so it moves behind the product:
@@ -24,8 +25,9 @@ import triton
 
 from hillstar.kernels.activation import swiglu
 from hillstar.kernels.checks import FLOATS, check_tensor
+from hillstar.kernels.linear_dense import can_describe, dense_glu
 from hillstar.kernels.linear_tile import tile_kernel
-from hillstar.kernels.linear_tuning import Tuning, choose_tuning
+from hillstar.kernels.linear_tuning import Tuning, choose_dense_glu, choose_tuning
 from hillstar.kernels.linear_vector import vector_kernel
 from hillstar.kernels.norm import rms_norm
 from hillstar.kernels.pdl import has_pdl
@@ -139,7 +141,11 @@ def gate_up_swiglu(
         num_tokens, width, weight.shape[1], itemsize=x.itemsize, glu=True
     )
     if tuning is None:
-        return swiglu(_library_linear(x, weight, None, None, norm_weight, eps, x.dtype))
+        normed = x if norm_weight is None else rms_norm(x, norm_weight, eps)[0]
+        dense = choose_dense_glu(num_tokens, width)
+        if dense is None or not can_describe(normed, weight):
+            return swiglu(F.linear(normed, weight))
+        return dense_glu(normed, weight, dense)
     if tuning.num_splits > 1:
         raise ValueError(f"tuning: num_splits is {tuning.num_splits}; expected 1 for a GLU")
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)

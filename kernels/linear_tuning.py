@@ -39,6 +39,21 @@ class Tuning:
     pdl: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class DenseTuning:
+    """One way to cut a GLU of many tokens (`linear_dense`).
+
+    block_m: tokens of a program. block_n: weight rows of each half. block_k: weight columns of a
+    stage. num_stages: blocks in flight, in shared memory.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+    num_warps: int = 8
+    num_stages: int = 4
+
+
 def choose_tuning(
     num_tokens: int, num_outputs: int, num_inputs: int, *, itemsize: int = 2, glu: bool = False
 ) -> Tuning | None:
@@ -116,3 +131,18 @@ def _split_tuning(block_m: int, num_outputs: int, num_inputs: int) -> Tuning | N
     if programs < 0.8 * waves * _NUM_SMS or (block_m > 32 and num_inputs < 8192):
         return None
     return Tuning(block_m, block_n, block_k, 4, num_stages=4, num_splits=num_splits)
+
+
+def choose_dense_glu(num_tokens: int, num_outputs: int) -> DenseTuning | None:
+    """How `gate_up_swiglu` of more than MAX_TOKENS tokens is cut; None: cuBLAS, and `swiglu`.
+
+    num_outputs: columns of the result. One or two full tiles of tokens, which are the graphs of 128
+    and 256 rows: 68 µs instead of 76 and 110 instead of 113 at the 8B shape, in turns on a warm
+    H200 (`bench/linear_many.py`, 2026-11-29). At 192 tokens, 512 and from 2,048 on cuBLAS is the
+    faster one.
+    """
+    tuning = DenseTuning()
+    num_m = triton.cdiv(num_tokens, tuning.block_m)
+    num_tiles = num_m * triton.cdiv(num_outputs, tuning.block_n)
+    is_full = num_m <= 2 and num_m * tuning.block_m - num_tokens <= 16
+    return tuning if is_full and num_tiles >= 0.8 * _NUM_SMS else None
