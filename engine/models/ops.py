@@ -42,7 +42,7 @@ class Write(Protocol):
     """A weight matrix whose product joins the sum."""
 
     def __call__(self, x: torch.Tensor, residual: Residual) -> Residual:
-        """x: `[T, in_features]`; residual: as a `Read` gave it."""
+        """x: `[T, in_features]`; residual: as a `Read` gave it; may be overwritten."""
         ...
 
 

@@ -43,8 +43,8 @@ class TritonOps:
         def add(x: torch.Tensor, residual: Residual) -> Residual:
             total = residual.total
             tuning = choose_tuning(len(x), num_outputs, num_inputs, itemsize=x.itemsize)
-            if tuning is None:  # cuBLAS would copy the sum before it adds to it
-                return Residual(total, linear(x, matrix))
+            if tuning is None:  # in place: cuBLAS would copy the sum before it adds to it
+                return Residual(total.addmm_(x, matrix.T))
             out = linear(x, matrix, residual=total, tuning=tuning, counters=self._counters)
             return Residual(out)
 
