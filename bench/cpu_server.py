@@ -20,30 +20,22 @@ Every stream is checked (`raw_streams`); a run with a fault has no figures.
 import argparse
 import asyncio
 import json
-import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from ceilings import ceilings, python_loop_ns
 from common import finish, report
 from hillstar.cli.values import default_data_dir
-from hillstar.engine.messages import pack_ids
 from hillstar.engine.models.fetch import resolve_model
-from hillstar.server.text import Tokenizer
+from stage import Child, Stage
 
 SEED = 20261129
-BENCH = Path(__file__).parent
 NUM_STREAMS, PACE_S = 256, 0.02
 NUM_SHORT, NUM_LONG = 64, 512  # tokens a stream
 NUM_CONNECTIONS = 2000
@@ -57,143 +49,6 @@ PASSAGE = (
     "to the other over hundreds of years. Sailors knew only its surface: winds, waves, the smell "
     "of land before it could be seen, 2,000 miles of nothing between two harbours. "
 )
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-
-
-class Child:
-    """A Python process that is told lines, tells lines, and leaves when its input ends."""
-
-    def __init__(self, script: str, *arguments: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(BENCH / script), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={"OMP_WAIT_POLICY": "passive"} | os.environ,  # as the server gives its engine
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def tell(self, line: str = "") -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
-    def hear(self) -> str:
-        """The next line. Raises RuntimeError when there is none."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self._process.args} ended: {self._process.wait()}")
-        return line.strip()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-class Served:
-    """A server process and what it uses."""
-
-    def __init__(self, child: Child) -> None:
-        self._child = child
-        self.url = child.hear()
-        self.port = self.url.rpartition(":")[2]
-
-    def cpu_s(self) -> float:
-        """User and system time of all its threads; the engine is another process."""
-        fields = Path(f"/proc/{self._child.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) * TICK_S
-
-    def rss_bytes(self) -> int:
-        for line in Path(f"/proc/{self._child.pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) << 10
-        raise RuntimeError("a process without memory")
-
-    def num_awake(self) -> int:
-        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
-            for line in answer.read().decode().splitlines():
-                if line.startswith('hillstar_sessions{state="awake"}'):
-                    return int(float(line.split()[1]))
-        raise RuntimeError("no such metric")
-
-
-@dataclass
-class Stage:
-    """Where everything runs, and how many streams were read back without a fault."""
-
-    folder: Path
-    model: Path
-    num_checked: int = 0
-    num_tokens_checked: int = 0
-    _num_servers: int = field(default=0)
-
-    def __post_init__(self) -> None:
-        tokenizer = Tokenizer(self.model)
-        token_ids = tokenizer.encode(PASSAGE)
-        rounds = 1 + NUM_LONG // len(token_ids)
-        (self.folder / "tokens").write_bytes(pack_ids(token_ids))
-        (self.folder / "text").write_text(tokenizer.decode(token_ids) * rounds)
-
-    @contextmanager
-    def server(self, *options: str, engine: list[str]) -> Iterator[Served]:
-        """A server on a fresh data directory."""
-        self._num_servers += 1
-        data_dir = self.folder / f"data{self._num_servers}"
-        child = Child(
-            "served.py", "--model", str(self.model), "--data-dir", str(data_dir), *options, *engine
-        )
-        try:
-            yield Served(child)
-        finally:
-            child.close()
-
-    def scripted(self, gather: int, pace_s: float) -> list[str]:
-        """The command of a scripted engine."""
-        command = [sys.executable, str(BENCH / "scripted_engine.py")]
-        command += ["--tokens", str(self.folder / "tokens")]
-        return [*command, "--gather", str(gather), "--pace", str(pace_s)]
-
-    @contextmanager
-    def clients(self, served: Served, number: int, **options: object) -> Iterator[list[Child]]:
-        """Client processes whose sockets are connected."""
-        arguments = ["--port", served.port, "--text", str(self.folder / "text")]
-        for name, value in options.items():
-            arguments += [f"--{name}", str(value)]
-        with ExitStack() as stack:
-            clients = []
-            for _ in range(number):
-                client = Child("raw_streams.py", *arguments)
-                stack.callback(client.close)
-                clients.append(client)
-            for client in clients:
-                assert client.hear() == "ready"
-            yield clients
-
-    def run(self, clients: list[Child]) -> None:
-        """Have them ask for their streams and wait for the last end."""
-        for client in clients:
-            client.tell()
-        for client in clients:
-            assert client.hear() == "ended"
-
-    def check(self, clients: list[Child]) -> int:
-        """Have them read back what came; the number of tokens. Raises where one found a fault."""
-        for client in clients:
-            client.tell()
-        counts = [json.loads(client.hear()) for client in clients]
-        num_tokens: int = sum(count["tokens"] for count in counts)
-        self.num_checked += sum(count["responses"] for count in counts)
-        self.num_tokens_checked += num_tokens
-        return num_tokens
 
 
 def streams(stage: Stage, repeats: int) -> dict[str, Any]:
@@ -208,7 +63,7 @@ def streams(stage: Stage, repeats: int) -> dict[str, Any]:
         speeds: list[float] = []
         with stage.server(engine=stage.scripted(NUM_STREAMS, PACE_S)) as served:
             for repeat in range(repeats + 1):
-                speeds.append(ceilings()["python_loop_ns"])
+                speeds.append(python_loop_ns())
                 for num_tokens, results in used.items():
                     if repeat == 0 and num_tokens == NUM_LONG:
                         continue  # one short run warms up
@@ -336,42 +191,6 @@ def _wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         time.sleep(0.2)
 
 
-def ceilings() -> dict[str, float]:
-    """What the machine gives at the moment, in processor time: one turn of an empty Python loop
-    and a bare send on loopback. On a shared machine the figures rise and fall with the first."""
-
-    def loop() -> None:
-        total = 0
-        for number in range(100_000):
-            total += number
-
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as sender,
-        listener.accept()[0] as receiver,
-    ):
-
-        def send() -> None:
-            for _ in range(1000):
-                sender.send(bytes(40))
-            receiver.recv(1 << 20)
-
-        return {
-            "python_loop_ns": round(_cpu_s(loop) * 1e9 / 100_000, 1),
-            "bare_send_us": round(_cpu_s(send) * 1e6 / 1000, 2),
-        }
-
-
-def _cpu_s(run: Callable[[], None]) -> float:
-    """The median processor time of a run."""
-    times = []
-    for _ in range(7):
-        began_s = time.process_time()
-        run()
-        times.append(time.process_time() - began_s)
-    return statistics.median(times)
-
-
 PARTS = {"streams": streams, "connections": connections, "sessions": sessions, "b1": b1}
 
 
@@ -385,7 +204,7 @@ def main() -> None:
     options = parser.parse_args()
     model = resolve_model(None, default_data_dir() / "models").dir
     with tempfile.TemporaryDirectory() as folder:
-        stage = Stage(Path(folder), model)
+        stage = Stage(Path(folder), model, PASSAGE, NUM_LONG)
         figures: dict[str, Any] = {}
         limits = ceilings()
         print("ceilings", limits)
