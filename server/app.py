@@ -21,6 +21,7 @@ from hillstar.engine.config import ConfigError, EngineConfig
 from hillstar.server.auth import KeyRing
 from hillstar.server.bridge import Bridge
 from hillstar.server.config import ServerConfig
+from hillstar.server.defaults import read_defaults
 from hillstar.server.front import Front
 from hillstar.server.hub import Hub
 from hillstar.server.journal import Journal
@@ -57,6 +58,7 @@ async def serve(engine: EngineConfig, server: ServerConfig, *, on_loading: OnLoa
     """The same inside a running event loop."""
     keys = KeyRing(server.api_keys)
     metrics = Metrics()
+    defaults = read_defaults(engine.model_dir)
     text = await asyncio.to_thread(Tokenizer, engine.model_dir)
     journal = Journal(server.data_dir, durability=server.durability)
     hub = Hub(
@@ -75,6 +77,7 @@ async def serve(engine: EngineConfig, server: ServerConfig, *, on_loading: OnLoa
         metrics=metrics,
         limits=SocketLimits(),
         started_at=int(time.time()),
+        defaults=defaults,
     )
     listener = Server(front)
     signals = Signals(keys)

@@ -117,7 +117,7 @@ class Connection:
             self._commands.take(event)
 
     def _parse(self, data: str | bytes) -> ClientEvent:
-        return parse_client_frame(data, self._sender.protocol)
+        return parse_client_frame(data, self._sender.protocol, self._front.defaults)
 
     async def _write(self) -> None:
         if not await self._outbox.run():

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from hillstar.server.auth import KeyRing, OriginPolicy
 from hillstar.server.config import ServerConfig
+from hillstar.server.defaults import NO_DEFAULTS, ModelDefaults
 from hillstar.server.hub import Hub
 from hillstar.server.limits import (
     THREAD_PARSE_BYTES,
@@ -50,6 +51,7 @@ class Front:
         metrics: Metrics,
         limits: SocketLimits,
         started_at: int,
+        defaults: ModelDefaults = NO_DEFAULTS,
     ) -> None:
         self.config = config
         self.model_name = model_name
@@ -58,6 +60,7 @@ class Front:
         self.metrics = metrics
         self.limits = limits
         self.started_at = started_at  # Unix seconds
+        self.defaults = defaults  # of the model, where a create states nothing else
         self.origins = OriginPolicy(config.allow_origins, loopback_only=not keys.required)
         self.connections = ConnectionLimit(config.max_connections)
         self.rate = CreateRate(config.max_creates_per_minute)

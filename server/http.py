@@ -51,7 +51,11 @@ async def create_response(
     front: Front, principal: Principal, request: web.Request
 ) -> web.StreamResponse:
     """`POST /v1/responses`: the object, or its events with `stream: true`."""
-    create = await read_body(front, request, _parse_create)
+    create = await read_body(
+        front,
+        request,
+        lambda data: parse_create(decode_object(data), surface="http", defaults=front.defaults),
+    )
     front.rate.take(principal.tenant)
     if create.stream:
 
@@ -249,10 +253,6 @@ def answer(value: object, status: int = 200) -> web.Response:
     return web.Response(
         body=msgspec.json.encode(value), status=status, content_type="application/json"
     )
-
-
-def _parse_create(data: bytes) -> CreateResponse:
-    return parse_create(decode_object(data), surface="http")
 
 
 class _ConversationBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,6 +11,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from hillstar.server.defaults import (
+    NO_DEFAULTS,
+    MinP,
+    ModelDefaults,
+    RepetitionPenalty,
+    Temperature,
+    TopK,
+    TopP,
+)
 from hillstar.server.errors import invalid, unknown_parameter, unsupported_parameter
 from hillstar.server.items import Message, parse_input
 from hillstar.server.validate import convert, kind_of, missing, shown, wrong_type
@@ -47,9 +56,9 @@ class HillstarOptions(
     on_disconnect: OnDisconnect | None = None  # None: continue if stored, else cancel
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0  # larger is more urgent
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
-    top_k: _Count = 0  # 0 = off
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
     stop: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)
     ] = ()
@@ -78,8 +87,8 @@ class CreateResponse(
     stream: bool = False
     generate: bool = True  # False: prefill and keep the KV (sockets only)
     max_output_tokens: Annotated[int, Meta(ge=1, le=_MAX_INT)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
@@ -150,7 +159,9 @@ _DOCUMENTED = (
 _SOCKET_ONLY = "generate"
 
 
-def parse_create(body: object, *, surface: Surface) -> CreateResponse:
+def parse_create(
+    body: object, *, surface: Surface, defaults: ModelDefaults = NO_DEFAULTS
+) -> CreateResponse:
     """Validate the body of a create. Raises ApiError and nothing else."""
     fields = _known_fields(body, surface)
     fields["input"] = parse_input(fields.get("input", ()))
@@ -168,6 +179,7 @@ def parse_create(body: object, *, surface: Surface) -> CreateResponse:
     if isinstance(options := fields.get("hillstar"), dict):
         fields["hillstar"] = _normal_options(options)
     fields = {name: value for name, value in fields.items() if name in _FIELDS}
+    fields = defaults.fill(fields)
     request = convert(fields, CreateResponse)
     _check_whole(request, surface)
     return request

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from hillstar.server.defaults import NO_DEFAULTS, ModelDefaults
 from hillstar.server.errors import ApiError, invalid, unsupported_parameter
 from hillstar.server.items import Message, parse_input
 from hillstar.server.request import INCLUDE_SESSION, CreateResponse, Surface, parse_create
@@ -130,13 +131,15 @@ ClientEvent = (
 _LANE = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 
 
-def parse_client_frame(data: str | bytes, protocol: Protocol) -> ClientEvent:
+def parse_client_frame(
+    data: str | bytes, protocol: Protocol, defaults: ModelDefaults = NO_DEFAULTS
+) -> ClientEvent:
     """Decode and validate one frame. Raises FrameError and nothing else."""
     stream_id = None
     try:
         frame = _decode(data, protocol)
         stream_id = _stream_id(frame)
-        return _parse(frame, stream_id, protocol)
+        return _parse(frame, stream_id, protocol, defaults)
     except ApiError as error:
         raise FrameError(error, stream_id) from None
 
@@ -167,7 +170,9 @@ def _stream_id(frame: dict[Any, Any]) -> str | None:
     return stream_id
 
 
-def _parse(frame: dict[Any, Any], stream_id: str | None, protocol: Protocol) -> ClientEvent:
+def _parse(
+    frame: dict[Any, Any], stream_id: str | None, protocol: Protocol, defaults: ModelDefaults
+) -> ClientEvent:
     kind = frame.pop("type", None)
     if kind is None:
         raise missing("type")
@@ -175,7 +180,7 @@ def _parse(frame: dict[Any, Any], stream_id: str | None, protocol: Protocol) -> 
         raise wrong_type("type", kind, "a string")
     if kind == "response.create":
         surface: Surface = "hillstar" if protocol.is_hillstar else "socket"
-        return CreateEvent(stream_id, parse_create(frame, surface=surface))
+        return CreateEvent(stream_id, parse_create(frame, surface=surface, defaults=defaults))
     if kind == "response.steer":
         return _steer(frame)
     parse = _HILLSTAR_EVENTS.get(kind) if protocol.is_hillstar else None
