@@ -20,148 +20,19 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from common import copy_ceiling_bytes_s, finish, report
+from gpu_driver import SEED, VOCAB, Driver, idle_share, make_reference, take_weights
 from gpu_generation import check
-from hillstar.engine.assembly import assemble
-from hillstar.engine.channel import QueueChannel
-from hillstar.engine.config import EngineConfig
-from hillstar.engine.messages import Frame, SamplingParams, Submit, pack_ids
 from hillstar.engine.models.config import ModelConfig
-from hillstar.engine.models.weights import LayerWeights, Matrix, Weights
 
-SEED = 20261129
-VOCAB = 128256
 TURN_CONTEXTS = (2048, 8192, 32768)
 TURN_TOKENS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a batch of requests took: seconds to each first token and to the end."""
-
-    first_s: list[float]
-    total_s: float
-    tokens: list[list[int]]
-
-
-class Driver:
-    """The engine and the queues to it, stepped in this thread."""
-
-    def __init__(self, model: ModelConfig, weights: Weights, max_batched_tokens: int) -> None:
-        config = EngineConfig(
-            model_dir=Path("random-8b"),
-            model_name="random-8b",
-            device="cuda",
-            num_blocks=16384,
-            max_model_len=36864,
-            max_num_seqs=256,
-            max_batched_tokens=max_batched_tokens,
-        )
-        self._channel = QueueChannel()
-        self._engine = assemble(config, model, weights, inbox=self._channel, outbox=self._channel)
-        self._base = 0  # sequences before those submitted last
-        self._tokens: list[list[int]] = []
-        self._first_s: list[float] = []
-        self._num_running = 0
-
-    def run(self, prompts: list[np.ndarray], num_tokens: int, lease: str | None = None) -> Result:
-        """All requests at once, until the last one's last token."""
-        start = time.perf_counter()
-        self.submit(prompts, num_tokens, lease)
-        self.drain()
-        total_s = time.perf_counter() - start
-        torch.cuda.synchronize()  # a step in flight feeds no one
-        return Result([s - start for s in self._first_s], total_s, self._tokens)
-
-    def submit(self, prompts: list[np.ndarray], num_tokens: int, lease: str | None = None) -> None:
-        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        self._base += len(self._tokens)
-        self._tokens = [[] for _ in prompts]
-        self._first_s = [0.0] * len(prompts)
-        self._num_running = len(prompts)
-        for i, prompt in enumerate(prompts):
-            self._channel.post(
-                Submit(
-                    sequence_id=str(self._base + i),
-                    prompt_ids=pack_ids(prompt),
-                    params=params,
-                    lease_id=lease,
-                )
-            )
-
-    def drain(self) -> None:
-        """Step until all that was submitted has ended."""
-        while self._num_running:
-            self.step()
-
-    def step(self) -> None:
-        self._engine.loop.step()
-        while not self._channel.outputs.empty():
-            frame = self._channel.outputs.get_nowait()
-            assert isinstance(frame, Frame), "the loop only sends frames"
-            for output in frame.outputs:
-                index = int(output.sequence_id) - self._base
-                if not self._tokens[index]:
-                    self._first_s[index] = time.perf_counter()
-                self._tokens[index] += output.token_ids
-                if output.finish is not None:
-                    assert output.finish.reason == "length", output.finish
-                    self._num_running -= 1
-
-
-def make_reference() -> LlamaForCausalLM:
-    """Random bf16 weights of the 8B shape, made on the device."""
-    torch.manual_seed(SEED)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
-    # Not `.to(bfloat16)` afterwards: that would round the rotary frequencies as well.
-    with torch.device("cuda"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-
-
-def take_weights(reference: LlamaForCausalLM) -> Weights:
-    """The engine's layout of the reference's parameters (a copy where matrices are joined)."""
-    layers = []
-    for layer in reference.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        layers.append(
-            LayerWeights(
-                input_norm=layer.input_layernorm.weight.data,
-                qkv=Matrix(torch.cat([projection.weight.data for projection in projections])),
-                qkv_bias=None,
-                q_norm=None,
-                k_norm=None,
-                o=Matrix(attention.o_proj.weight.data),
-                post_norm=layer.post_attention_layernorm.weight.data,
-                gate_up=Matrix(torch.cat([mlp.gate_proj.weight.data, mlp.up_proj.weight.data])),
-                down=Matrix(mlp.down_proj.weight.data),
-            )
-        )
-    return Weights(
-        embedding=reference.model.embed_tokens.weight.data,
-        layers=tuple(layers),
-        norm=reference.model.norm.weight.data,
-        lm_head=reference.lm_head.weight.data,
-    )
 
 
 class Bench:
@@ -224,16 +95,7 @@ class Bench:
             for _ in range(32):
                 self._driver.step()
         self._driver.drain()
-        spans = sorted(
-            (event.time_range.start, event.time_range.end)
-            for event in profile.events() or ()
-            if event.device_type == torch.autograd.DeviceType.CUDA
-        )
-        begin, covered, end = spans[0][0], 0.0, spans[0][0]
-        for left, right in spans:
-            covered += max(0.0, right - max(left, end))
-            end = max(end, right)
-        return 1 - covered / (end - begin)
+        return idle_share(profile)
 
 
 def main() -> None:
@@ -250,7 +112,7 @@ def main() -> None:
     model = ModelConfig.from_dict(reference.config.to_dict(), "random-8b")
     num_bytes = sum(p.numel() * 2 for p in reference.parameters()) - weights.embedding.numel() * 2
     started = time.perf_counter()
-    driver = Driver(model, weights, args.max_batched_tokens)
+    driver = Driver(model, weights, max_batched_tokens=args.max_batched_tokens)
     assembled_s = time.perf_counter() - started
     bench = Bench(driver, args.repeats)
     bench.throughput(2, 100, 8)  # compiles and warms up
