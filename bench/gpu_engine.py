@@ -9,6 +9,7 @@ The engine is the whole of it but the process boundary: messages, scheduler, bat
 * A: 1 request, 128 in / 256 out; output tokens over the whole time. A0: first token of 2,048 in.
 * B: 256 requests at once, 512 in / 256 out. C: 64 at once, 2,048 in / 128 out.
 * next turn: a session's context lies in the GPU's blocks; 64 new tokens; time to the first token.
+* peer: transformers' `generate` with its compiled static cache on A, the same weights and prompts.
 * idle share: of a span of decode steps, the part in which no kernel or copy ran (torch profiler).
 
 Floors stand beside the figures: bytes of weights over the copy bandwidth measured in the same run.
@@ -25,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import LlamaForCausalLM
 
 from common import copy_ceiling_bytes_s, finish, report
 from gpu_driver import SEED, VOCAB, Driver, idle_share, make_reference, take_weights
@@ -59,6 +61,29 @@ class Bench:
         self.samples.append((prompts[-1], result.tokens[-1]))
         print(f"  {count} x {num_in} in / {num_out} out: {[round(r, 1) for r in rates]} tok/s")
         return statistics.median(rates[1:])
+
+    def peer_throughput(self, reference: LlamaForCausalLM, num_in: int, num_out: int) -> float:
+        """As `throughput` of one request, by transformers."""
+        generate: Any = reference.generate  # its type says neither this call nor its result
+        rates = []
+        for _ in range(2 + self._repeats):  # the first two compile
+            prompt = torch.from_numpy(self.prompts(1, num_in)[0])[None].long().cuda()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            output = generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                min_new_tokens=num_out,
+                max_new_tokens=num_out,
+                do_sample=False,
+                pad_token_id=0,
+                cache_implementation="static",
+            )
+            torch.cuda.synchronize()
+            rates.append(num_out / (time.perf_counter() - start))
+            assert output.shape[1] == num_in + num_out, output.shape
+        print(f"  transformers, 1 x {num_in} in / {num_out} out: {[round(r, 1) for r in rates]}")
+        return statistics.median(rates[2:])
 
     def first_token_ms(self, num_in: int) -> float:
         times = [
@@ -101,7 +126,7 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="A,A0,turn,C,B,idle")
+    parser.add_argument("--only", default="A,A0,turn,C,B,peer,idle")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-batched-tokens", type=int, default=8192)
     args = parser.parse_args()
@@ -134,6 +159,9 @@ def main() -> None:
             value = workload()
             figures[key] = round(value, 2) if isinstance(value, float) else value
             print(f"{key}: {figures[key]}", flush=True)
+    if "peer" in only:
+        rate = bench.peer_throughput(reference, 128, 256)
+        figures["peer"] = {"transformers_A_tok_s": round(rate, 1)}
     if "idle" in only:
         for count, key in ((1, "idle_share_b1"), (256, "idle_share_b256")):
             figures[key] = round(bench.idle_share(count), 4)

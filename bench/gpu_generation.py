@@ -1,23 +1,27 @@
-"""One generation with the Llama-3-8B shape on a GPU, checked against transformers.
+"""Generations with the Llama-3-8B shape on a GPU, checked against transformers.
 
 Random weights are made on the device by transformers, saved, and loaded by the engine's own
-loader. The engine generates greedily in bf16 for a mixed batch (prompts of different lengths,
-chunked prefill, decode rows beside prefill chunks). Then the rule of DESIGN.md, rule 6: forced
-along our own tokens, each chosen token's fp32 reference logit lies within 2 epsilon of the
-maximum, epsilon being the largest error of the bf16 reference itself.
+loader. The engine generates greedily in bf16 for 64 mixed sequences (prompts of different lengths,
+chunked prefill, decode rows beside prefill chunks), once with its CUDA graphs and once launch by
+launch. Then the rule of DESIGN.md, rule 6: forced along our own tokens, each chosen token's fp32
+reference logit lies within 2 epsilon of the maximum, epsilon being the largest error of the bf16
+reference itself.
 """
 
 import argparse
+import gc
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common import finish, report
+from hillstar.engine import cuda_forward
 from hillstar.engine.assembly import assemble
 from hillstar.engine.channel import QueueChannel
 from hillstar.engine.config import EngineConfig
@@ -25,7 +29,9 @@ from hillstar.engine.messages import Frame, SamplingParams, Submit, pack_ids
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.load import load_weights
 
-PROMPT_LENGTHS = (1, 17, 128, 500, 1031, 2048)
+LENGTHS = (1, 15, 16, 17, 128, 500, 1031, 2048)  # and others at random
+MOST_RANDOM = 600
+NUM_PROMPTS = 64
 
 
 def make_model(folder: Path, num_layers: int, seed: int) -> None:
@@ -48,15 +54,23 @@ def make_model(folder: Path, num_layers: int, seed: int) -> None:
     model.save_pretrained(folder)
 
 
-def generate(folder: Path, prompts: list[np.ndarray], num_tokens: int) -> list[list[int]]:
+def generate(
+    folder: Path, prompts: list[np.ndarray], num_tokens: int, *, with_graphs: bool
+) -> list[list[int]]:
     """Greedy tokens of the engine for all prompts at once, in chunks of 512 tokens a step."""
+    shapes = cuda_forward.choose_shapes if with_graphs else lambda *_, **__: ()
+    with mock.patch.object(cuda_forward, "choose_shapes", shapes):
+        return _generate(folder, prompts, num_tokens)
+
+
+def _generate(folder: Path, prompts: list[np.ndarray], num_tokens: int) -> list[list[int]]:
     config = EngineConfig(
         model_dir=folder,
         model_name="random-8b",
         device="cuda",
-        num_blocks=1024,
+        num_blocks=2048,
         max_batched_tokens=512,
-        max_num_seqs=16,
+        max_num_seqs=NUM_PROMPTS,
     )
     model = ModelConfig.from_dir(folder)
     weights = load_weights(folder, model, dtype=torch.bfloat16, device=torch.device("cuda"))
@@ -115,32 +129,42 @@ def _forced_logits(model: LlamaForCausalLM, prompt: np.ndarray, output: list[int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rng = np.random.default_rng(args.seed)
-    prompts = [rng.integers(0, 128256, size=n).astype(np.int32) for n in PROMPT_LENGTHS]
+    others = rng.integers(1, MOST_RANDOM, size=NUM_PROMPTS - len(LENGTHS)).tolist()
+    lengths = rng.permutation([*LENGTHS, *others]).tolist()
+    prompts = [rng.integers(0, 128256, size=n).astype(np.int32) for n in lengths]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_model(folder, args.layers, args.seed)
         torch.cuda.empty_cache()
-        start = time.perf_counter()
-        tokens = generate(folder, prompts, args.tokens)
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        torch.cuda.empty_cache()
+        seconds: dict[str, float] = {}
+        tokens: dict[str, list[list[int]]] = {}
+        for name, with_graphs in (("graphs", True), ("launches", False)):
+            start = time.perf_counter()
+            tokens[name] = generate(folder, prompts, args.tokens, with_graphs=with_graphs)
+            torch.cuda.synchronize()
+            seconds[name] = round(time.perf_counter() - start, 2)
+            gc.collect()
+            torch.cuda.empty_cache()
         reference = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda().eval()
-        checked = check(reference, prompts, tokens)
+        checked = check(reference, prompts * 2, [*tokens["graphs"], *tokens["launches"]])
     result = report(
         args.seed,
         shape=f"llama-3-8b, {args.layers} layers",
-        prompt_lengths=PROMPT_LENGTHS,
-        load_and_generate_s=round(seconds, 2),
+        prompt_lengths=lengths,
+        load_and_generate_s=seconds,
+        sequences_equal_with_and_without_graphs=sum(
+            map(list.__eq__, tokens["graphs"], tokens["launches"])
+        ),
         checked=checked,
     )
     finish(result, args.out)
-    if not checked["within_2_epsilon"] or any(len(t) != args.tokens for t in tokens):
+    complete = all(len(t) == args.tokens for run in tokens.values() for t in run)
+    if not checked["within_2_epsilon"] or not complete:
         raise SystemExit("the output is not the reference's: the run is void")
 
 
