@@ -70,6 +70,7 @@ def assemble(
         max_num_seqs=config.max_num_seqs,
         eos_token_ids=model.eos_token_ids,
         max_position=max_model_len,
+        deterministic=config.deterministic,
     )
     loop = EngineLoop(
         scheduler=scheduler, builder=builder, runner=runner, inbox=inbox, outbox=outbox

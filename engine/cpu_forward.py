@@ -5,6 +5,7 @@ import torch
 
 from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.models.config import ModelConfig
+from hillstar.engine.models.fixed_torch_ops import FixedTorchOps
 from hillstar.engine.models.llama import Decoder
 from hillstar.engine.models.torch_ops import TorchOps
 from hillstar.engine.models.weights import Weights
@@ -22,9 +23,12 @@ class CpuForward:
         *,
         max_position: int,
         last_tokens: torch.Tensor,
+        deterministic: bool = False,
     ) -> None:
-        """last_tokens: int32 `[max_num_seqs]`, the last sampled token of every row."""
-        ops = TorchOps(config, dtype=weights.embedding.dtype, max_position=max_position)
+        """last_tokens: int32 `[max_num_seqs]`, the last sampled token of every row.
+        deterministic: a token's logits are the same bits whatever is computed beside it."""
+        make_ops = FixedTorchOps if deterministic else TorchOps
+        ops = make_ops(config, dtype=weights.embedding.dtype, max_position=max_position)
         self._decoder = Decoder(config, weights, ops)
         self._attention = ops.attention(cache)
         self._last_tokens = last_tokens

@@ -18,11 +18,13 @@ import torch
 
 from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.models.config import ModelConfig
+from hillstar.engine.models.fixed_triton_ops import FixedTritonOps
 from hillstar.engine.models.llama import Decoder
 from hillstar.engine.models.triton_ops import DeviceBatch, PagedAttention, TritonOps
 from hillstar.engine.models.weights import Weights
 from hillstar.engine.plan import Batch
 from hillstar.engine.transfer import to_device
+from hillstar.kernels.attention_tuning import Tuning, fixed_tuning
 
 _DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _SHORT_CONTEXTS = (512, 4096)  # of few rows, whose context is split the more the longer it is
@@ -56,14 +58,20 @@ class Shape:
         )
 
 
-def choose_shapes(max_num_seqs: int, max_context_len: int) -> tuple[Shape, ...]:
-    """What is captured, the cheapest first: decode up to `max_num_seqs` rows, short prefills."""
+def choose_shapes(
+    max_num_seqs: int, max_context_len: int, *, is_fixed: bool = False
+) -> tuple[Shape, ...]:
+    """What is captured, the cheapest first: decode up to `max_num_seqs` rows, short prefills.
+
+    is_fixed: contexts are split at fixed tokens, so that a graph for long ones holds many programs
+        that do nothing for short ones.
+    """
     largest = min(max_num_seqs, _DECODE_ROWS[-1])
     shorter = [n for n in _SHORT_CONTEXTS if n < max_context_len]
     decodes = [
         Shape(rows, rows, 1, context)
         for rows in (*(n for n in _DECODE_ROWS if n < largest), largest)
-        for context in (*(shorter if rows <= _FEW_ROWS else ()), max_context_len)
+        for context in (*(shorter if rows <= _FEW_ROWS or is_fixed else ()), max_context_len)
     ]
     turns = [
         Shape(tokens, min(rows, max_num_seqs), tokens, max_context_len)
@@ -155,19 +163,27 @@ class CudaForward:
         *,
         max_position: int,
         last_tokens: torch.Tensor,
+        deterministic: bool = False,
     ) -> None:
         """Captures the graphs. last_tokens: int32 `[max_num_seqs]` on the device, the last
-        sampled token of every row."""
+        sampled token of every row. deterministic: a token's logits are the same bits whatever
+        is computed beside it."""
         self._device = last_tokens.device
-        self._decoder = Decoder(config, weights, TritonOps(config, weights.embedding))
+        ops = (FixedTritonOps if deterministic else TritonOps)(config, weights.embedding)
+        self._decoder = Decoder(config, weights, ops)
         self._attention = PagedAttention(
-            config, cache, device=self._device, max_position=max_position
+            config,
+            cache,
+            device=self._device,
+            max_position=max_position,
+            tuning=_fixed_tuning(config, cache) if deterministic else None,
         )
         max_blocks = -(-max_position // self._attention.block_size)
         self._tables = BlockTables(len(last_tokens), max_blocks, self._device)
         self._last_tokens = last_tokens
         longest = max_blocks * self._attention.block_size
-        self._graphs = self._capture_all(choose_shapes(len(last_tokens), longest))
+        shapes = choose_shapes(len(last_tokens), longest, is_fixed=deterministic)
+        self._graphs = self._capture_all(shapes)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """See `Forward`."""
@@ -231,6 +247,11 @@ class CudaForward:
         with torch.cuda.graph(graph, pool=pool):
             logits = body()
         return _Graph(shape, graph, packed, logits)
+
+
+def _fixed_tuning(config: ModelConfig, cache: KVCache) -> Tuning:
+    group = config.num_heads // config.num_kv_heads
+    return fixed_tuning(group, config.head_dim, cache.pool.itemsize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,11 @@ class TorchRunner:
         max_num_seqs: int,
         eos_token_ids: Sequence[int],
         max_position: int | None = None,
+        deterministic: bool = False,
     ) -> None:
         """weights and cache: on `device`, of one dtype. max_position: positions a sequence may
-        reach; None: all the model was made for."""
+        reach; None: all the model was made for. deterministic: a row's tokens are the same
+        whatever else is in its batches, and however its prompt is fed."""
         self._device = weights.embedding.device
         assert self._device.type == torch.device(device).type, "weights lie on the device"
         self._cache = cache
@@ -48,6 +50,7 @@ class TorchRunner:
             cache,
             max_position=max_position or config.max_position_embeddings,
             last_tokens=self._last_tokens,
+            deterministic=deterministic,
         )
         self._sampler = Sampler(
             vocab_size=config.vocab_size,
@@ -101,11 +104,17 @@ def _device_parts(
     *,
     max_position: int,
     last_tokens: torch.Tensor,
+    deterministic: bool,
 ) -> tuple[Forward, Choose]:
     """What the weights' device does its own way."""
     if weights.embedding.device.type == "cpu":
         forward = CpuForward(
-            config, weights, cache, max_position=max_position, last_tokens=last_tokens
+            config,
+            weights,
+            cache,
+            max_position=max_position,
+            last_tokens=last_tokens,
+            deterministic=deterministic,
         )
         return forward, choose_on_cpu
     # Triton takes long to import and is not there on every CPU machine.
@@ -113,7 +122,14 @@ def _device_parts(
     from hillstar.engine.cuda_sampling import choose_on_cuda
 
     return (
-        CudaForward(config, weights, cache, max_position=max_position, last_tokens=last_tokens),
+        CudaForward(
+            config,
+            weights,
+            cache,
+            max_position=max_position,
+            last_tokens=last_tokens,
+            deterministic=deterministic,
+        ),
         choose_on_cuda,
     )
 

@@ -43,7 +43,12 @@ import triton
 
 from hillstar.kernels.attention_merge import reduce_kernel
 from hillstar.kernels.attention_tile import attention_kernel
-from hillstar.kernels.attention_tuning import Tuning, choose_num_splits, choose_tuning
+from hillstar.kernels.attention_tuning import (
+    Tiling,
+    Tuning,
+    choose_num_splits,
+    choose_tuning,
+)
 from hillstar.kernels.checks import FLOATS, check_tensor
 from hillstar.kernels.pdl import has_pdl
 
@@ -111,8 +116,8 @@ def paged_attention(
     cu_seqlens_q: int32 `[num_rows + 1]`, from 0, nondecreasing; tokens past its last entry are
     padding. context_lens: int32 `[num_rows]`, this step's tokens included; 0 for a padded row.
     max_q_len, max_context_len: upper bounds of the rows' lengths, on the host. window: how many
-    tokens a query sees, itself included; 0 = all. tuning: by default `choose_tuning`'s; fixing
-    its `num_splits` makes a row's result independent of the rest of the batch. counters: int32,
+    tokens a query sees, itself included; 0 = all. tuning: by default `choose_tuning`'s; with
+    `fixed_tuning`'s a token's result is the same bits in any batch and any chunk. counters: int32,
     zeros, one for each short row and KV head of a split launch; left zero, so that one tensor
     serves all calls of a stream. Without it a split launch makes its own.
 
@@ -151,6 +156,7 @@ def paged_attention(
                 tuning,
                 is_short=is_short,
                 scale=scale,
+                max_q_len=max_q_len,
                 max_context_len=max_context_len,
                 window=window,
             )
@@ -169,6 +175,7 @@ def _launch(
     *,
     is_short: bool,
     scale: float,
+    max_q_len: int,
     max_context_len: int,
     window: int,
 ) -> None:
@@ -180,12 +187,14 @@ def _launch(
     block_q = tiling.block_m // group
     num_slots = num_rows if is_short else num_tokens // block_q + num_rows
     num_tiles = num_slots * num_kv_heads
-    splits = tuning.num_splits or choose_num_splits(
-        num_tiles, max_context_len, tiling.block_n, _num_sms(q.device)
-    )
+    is_fixed = tuning.split_tokens is not None
+    splits = _num_splits(tuning, tiling, num_tiles, max_context_len, q.device)
+    part_m = tiling.block_m
+    if is_fixed and is_short:  # far from full, where each row has one query
+        part_m = min(part_m, triton.next_power_of_2(max_q_len * group))
     partial_out = partial_lse = None
     if splits > 1:
-        parts = (num_tiles, splits, tiling.block_m)
+        parts = (num_tiles, splits, part_m)
         partial_out = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
     merges = is_short and splits > 1
@@ -199,13 +208,16 @@ def _launch(
         "DIM": dim,
         "HEADS": heads,
         "BLOCK_M": tiling.block_m,
+        "PART_M": part_m,
         "NUM_SPLITS": splits,
-        "AT_ONCE": max(1, min(splits, _MERGED_ELEMENTS // (heads * dim))),
+        "AT_ONCE": 1 if is_fixed else max(1, min(splits, _MERGED_ELEMENTS // (heads * dim))),
         "SHORT_Q": tuning.short.block_m // group,
         "ROWS_PADDED": 1 if is_short else triton.next_power_of_2(num_rows),
         "IS_SHORT": is_short,
         "PDL": pdl,
         "launch_pdl": pdl,
+        # Whether a product and a sum are one operation is the compiler's choice otherwise.
+        "enable_fp_fusion": not is_fixed,
     }
     attention_kernel[(num_slots, num_kv_heads, splits)](
         q,
@@ -230,9 +242,10 @@ def _launch(
         window,
         BLOCK_SIZE=kv.shape[3],
         BLOCK_N=tiling.block_n,
+        SPLIT_TOKENS=tuning.split_tokens or 0,
         MERGES=merges,
         HAS_WINDOW=window > 0,
-        PEEL=not is_short and window == 0,
+        PEEL=not is_short and window == 0 and not is_fixed,
         PREFETCH=head_dim * q.itemsize if pdl and is_short and _is_aligned(kv) else 0,
         # Triton's interpreter multiplies bfloat16 as if its bits were integers.
         UPCAST=q.device.type == "cpu",
@@ -277,6 +290,17 @@ def _check(
     num_rows = block_tables.shape[0]
     check_tensor("cu_seqlens_q", cu_seqlens_q, shape=(num_rows + 1,), dtypes=ints, device=device)
     check_tensor("context_lens", context_lens, shape=(num_rows,), dtypes=ints, device=device)
+
+
+def _num_splits(
+    tuning: Tuning, tiling: Tiling, num_tiles: int, max_context_len: int, device: torch.device
+) -> int:
+    if tuning.split_tokens is not None:
+        # A power of two, lest each context be compiled; empty splits change nothing.
+        return 1 << max(0, -(-max_context_len // tuning.split_tokens) - 1).bit_length()
+    return tuning.num_splits or choose_num_splits(
+        num_tiles, max_context_len, tiling.block_n, _num_sms(device)
+    )
 
 
 def _num_sms(device: torch.device) -> int:

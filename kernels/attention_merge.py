@@ -50,7 +50,7 @@ def merge(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    PART_M: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> Any:
@@ -64,7 +64,7 @@ def merge(
     acc = tl.zeros([HEADS, DIM], dtype=tl.float32)
     for begin in tl.static_range(0, NUM_SPLITS, AT_ONCE):  # pyright: ignore[reportGeneralTypeIssues]
         splits = begin + tl.arange(0, AT_ONCE)
-        part = (tile * NUM_SPLITS + splits)[:, None] * BLOCK_M + query * GROUP + heads[None, :]
+        part = (tile * NUM_SPLITS + splits)[:, None] * PART_M + query * GROUP + heads[None, :]
         # Other programs wrote the parts: they are in the L2 cache, not in this SM's own.
         in_group = (heads < GROUP)[None, :]
         lse = tl.load(partial_lse + part, mask=in_group, other=float("-inf"), cache_modifier=".cg")
@@ -112,6 +112,7 @@ def reduce_kernel(
     DIM: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    PART_M: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     SHORT_Q: tl.constexpr,
@@ -139,7 +140,7 @@ def reduce_kernel(
         HEAD_DIM,
         DIM,
         HEADS,
-        BLOCK_M,
+        PART_M,
         NUM_SPLITS,
         AT_ONCE,
     )

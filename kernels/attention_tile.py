@@ -121,7 +121,9 @@ def attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PART_M: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     SHORT_Q: tl.constexpr,
     ROWS_PADDED: tl.constexpr,
@@ -153,12 +155,16 @@ def attention_kernel(
     columns = tl.arange(0, DIM)
     in_head = (columns < HEAD_DIM)[None, :]
 
-    # The keys of this tile: [begin, end); of this split: its share, in whole tiles.
+    # The keys of this tile: [begin, end); of this split: its share, in whole tiles, or what of
+    # them lies between two multiples of SPLIT_TOKENS.
     end = first_position + count
     begin = 0
     if HAS_WINDOW:
         begin = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
-    if NUM_SPLITS > 1:
+    if SPLIT_TOKENS > 0:
+        begin = tl.maximum(begin, split * SPLIT_TOKENS)
+        end = tl.minimum(end, (split + 1) * SPLIT_TOKENS)
+    elif NUM_SPLITS > 1:
         share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), NUM_SPLITS) * BLOCK_N
         begin += split * share
         end = tl.minimum(begin + share, end)
@@ -243,7 +249,7 @@ def attention_kernel(
         tl.store(out_where, result, mask=valid[:, None] & in_head)
     else:
         tile = slot.to(tl.int64) * num_kv_heads + kv_head
-        part = (tile * NUM_SPLITS + split) * BLOCK_M + m
+        part = (tile * NUM_SPLITS + split) * PART_M + m
         lse = tl.where(has_keys, maximum + tl.log2(tl.where(has_keys, total, 1.0)), float("-inf"))
         tl.store(partial_lse + part, lse, mask=valid)
         part_where = partial_out + (part * HEAD_DIM)[:, None] + columns[None, :]
@@ -263,7 +269,7 @@ def attention_kernel(
                     HEAD_DIM,
                     DIM,
                     HEADS,
-                    BLOCK_M,
+                    PART_M,
                     NUM_SPLITS,
                     AT_ONCE,
                 )

@@ -17,11 +17,17 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The tilings of both launches, and the splits of the context (None: from the grid)."""
+    """The tilings of both launches, and the splits of the context (None: from the grid).
+
+    split_tokens: a split covers so many tokens, between two multiples of it, instead of a share of
+        the row's own context: with one tiling for both launches, a token's result is then the same
+        bits in any batch and any chunk. A multiple of both tilings' block_n.
+    """
 
     short: Tiling
     long: Tiling
     num_splits: int | None = None
+    split_tokens: int | None = None
 
 
 def choose_tuning(group_size: int, head_dim: int, itemsize: int) -> Tuning:
@@ -44,6 +50,18 @@ def choose_tuning(group_size: int, head_dim: int, itemsize: int) -> Tuning:
         short=Tiling(max(16, group), block_n, num_warps=4, num_stages=4),
         long=Tiling(max(block_m, group), min(64, block_n), num_warps=num_warps, num_stages=3),
     )
+
+
+def fixed_tuning(group_size: int, head_dim: int, itemsize: int) -> Tuning:
+    """One tiling for all rows, with splits of fixed tokens: see `Tuning.split_tokens`.
+
+    64 query rows waste most of a decode's products, which wait for memory anyway.
+    """
+    dim = triton.next_power_of_2(head_dim)
+    block_n = max(16, min(64, 32768 // (2 * dim * itemsize)))
+    block_m, num_warps = (64, 4) if itemsize == 2 else (32, 8)
+    tiling = Tiling(max(block_m, triton.next_power_of_2(group_size)), block_n, num_warps, 3)
+    return Tuning(short=tiling, long=tiling, split_tokens=1024)
 
 
 def choose_num_splits(num_programs: int, max_context_len: int, block_n: int, num_sms: int) -> int:

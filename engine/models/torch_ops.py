@@ -70,12 +70,12 @@ class TorchOps:
         return add
 
     def head(self, norm: torch.Tensor, weight: torch.Tensor) -> Head:
-        normed = _norm(norm, self._config.rms_norm_eps)
+        normed = self._norm(norm)
         multiply = _head(weight, self._product(Matrix(weight)))
         return lambda residual: multiply(normed(residual.total))
 
     def _read(self, norm: torch.Tensor, product: Product) -> Read:
-        normed = _norm(norm, self._config.rms_norm_eps)
+        normed = self._norm(norm)
         return lambda residual: (product(normed(residual.total)), residual)
 
     def attention(self, cache: KVCache) -> Callable[[Batch], Attend]:
@@ -98,6 +98,9 @@ class TorchOps:
         return prepare
 
     # What a way of computing may do otherwise (fixed_torch_ops).
+
+    def _norm(self, weight: torch.Tensor) -> Product:
+        return _norm(weight, self._config.rms_norm_eps)
 
     def _product(self, weight: Matrix, bias: torch.Tensor | None = None) -> Product:
         return _product(weight, bias)

@@ -12,6 +12,7 @@ from hillstar.engine.models.ops import Attend, Head, HeadNorms, Read, Residual, 
 from hillstar.engine.models.rope import rope_table
 from hillstar.engine.models.weights import Matrix
 from hillstar.kernels.attention import paged_attention
+from hillstar.kernels.attention_tuning import Tuning
 from hillstar.kernels.linear import gate_up_swiglu, linear
 from hillstar.kernels.linear_tuning import choose_tuning, folds_norm
 from hillstar.kernels.norm import rms_norm
@@ -84,9 +85,17 @@ class PagedAttention:
     """Attention over one cache. Holds the rotation table, float32."""
 
     def __init__(
-        self, config: ModelConfig, cache: KVCache, *, device: torch.device, max_position: int
+        self,
+        config: ModelConfig,
+        cache: KVCache,
+        *,
+        device: torch.device,
+        max_position: int,
+        tuning: Tuning | None = None,
     ) -> None:
+        """tuning: of the attention kernel; None: its own choice."""
         self._config = config
+        self._tuning = tuning
         self._layers = tuple(cache.layer(index) for index in range(config.num_layers))
         self._cos_sin = rope_table(config.rope, config.head_dim, max_position).to(device)
         self._counters = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
@@ -120,6 +129,7 @@ class PagedAttention:
                 max_q_len=batch.max_q_len,
                 max_context_len=batch.max_context_len,
                 window=config.sliding_window or 0,
+                tuning=self._tuning,
                 counters=self._counters,
             ).flatten(1)
 

@@ -13,12 +13,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hillstar.engine.messages import Park, SamplingParams, Unpark, unpack_ids
+from hillstar.engine.messages import Park, Unpark, unpack_ids
 from hillstar.server.request import parse_create
 from hillstar.server.text import Tokenizer
 from support.default_model import default_model
-from support.equivalence import BLOCK_SIZE, Case, Subject, num_before_tie
-from support.local_engine import LoadedModel, LocalEngine
+from support.equivalence import (
+    BLOCK_SIZE,
+    Case,
+    Subject,
+    expect_short_outputs,
+    num_before_tie,
+)
+from support.local_engine import LoadedModel
 from support.tiny_models import FAMILIES, VOCAB_SIZE, save_tiny
 
 DEFAULT = "default model"
@@ -169,21 +175,12 @@ def test_preemption_changes_nothing(subject: Subject) -> None:
     }
     # Every prompt fits, with less than two blocks more for each; all outputs do not.
     engine = subject.engine(num_blocks=len(full_blocks) + 2 * len(subject.cases))
-    expect_short_outputs(engine, subject)
+    expect_short_outputs(engine, {case.tenant for case in subject.cases})
     for case in subject.cases:
         subject.submit(engine, case)
     engine.run()
     assert engine.stats.num_preemptions_total > 0
     subject.check(engine)
-
-
-def expect_short_outputs(engine: LocalEngine, subject: Subject) -> None:
-    """Let every tenant end many short outputs: so more is admitted than will fit."""
-    one_token = SamplingParams(max_tokens=1)
-    for tenant in {case.tenant for case in subject.cases}:
-        for index in range(50):
-            engine.submit(f"short {tenant} {index}", [5], one_token, tenant=tenant)
-    engine.run()
 
 
 def test_a_fork_goes_on_as_its_parent_did(subject: Subject) -> None:

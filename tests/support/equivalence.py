@@ -5,7 +5,7 @@ reference lie within `TIE` may rounding decide; such a position and what follows
 compared, and counts as excluded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -116,6 +116,15 @@ def num_before_tie(generation: Generation) -> int:
         if best - second <= TIE:
             return index
     return len(generation.token_ids)
+
+
+def expect_short_outputs(engine: LocalEngine, tenants: Iterable[str]) -> None:
+    """Let every tenant end many short outputs: so more is admitted than will fit."""
+    one_token = SamplingParams(max_tokens=1)
+    for tenant in tenants:
+        for index in range(50):
+            engine.submit(f"short {tenant} {index}", [5], one_token, tenant=tenant)
+    engine.run()
 
 
 def _with_top_two(params: SamplingParams) -> SamplingParams:

@@ -80,6 +80,12 @@ SERVE = (
         "MS",
     ),
     Setting(
+        "deterministic",
+        values.flag,
+        False,
+        "a response's tokens do not depend on what else is computed beside it; slower",
+    ),
+    Setting(
         "api-keys",
         values.path,
         None,
