@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hillstar.server.directory import Directory
+from hillstar.server.errors import previous_response_not_found
 from hillstar.server.history import Historian
 from hillstar.server.journal import Journal
+from hillstar.server.kept import Kept
 from hillstar.server.leases import WriterLeases
-from hillstar.server.live import LiveTurn
-from hillstar.server.mail import Mail
+from hillstar.server.mail import Base, Mail
+from hillstar.server.ports import Scope
 from hillstar.server.records import ConversationRow, Fence
 from hillstar.server.sequences import Owner, SequenceTable
 from hillstar.server.text import ParentContext
@@ -48,10 +50,18 @@ class Conversation:
     is_stored: bool  # the journal has its row
     last_id: str | None = None  # the turn it continues from
     context: ParentContext | None = None  # after that turn, if at hand
-    past: dict[str, tuple[LiveTurn, ParentContext]] = field(default_factory=dict)
-    """Turns that have ended and are kept in memory only."""
-    private: dict[str, ParentContext] = field(default_factory=dict)
-    """Contexts after stored turns that build on unstored ones: they are in no file."""
+    kept: Kept = field(default_factory=Kept)
+
+    def base(self, parent_id: str, scope: Scope | None) -> Base:
+        """What a turn after `parent_id`, which has ended, begins from.
+
+        Raises previous_response_not_found for what is not, or is no longer, kept for `scope`.
+        """
+        kept = self.kept.context(parent_id)
+        if not self.is_durable and (kept is None or scope not in self.kept.holders):
+            raise previous_response_not_found(parent_id)
+        known = self.context if parent_id == self.last_id else None
+        return Base(parent_id, kept or known, self.is_durable, kept is not None)
 
 
 def resolve(future: asyncio.Future[Any], value: object) -> None:

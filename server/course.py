@@ -81,8 +81,8 @@ class Course:
                     turn.request, input=opening + turn.request.input
                 )
                 turn.row = replace(turn.row, request=encode(turn.request))
-        elif parent_id in conversation.private:
-            context = conversation.private[parent_id]
+        elif (kept := conversation.kept.context(parent_id)) is not None:
+            context = kept
             turn.row = replace(turn.row, base_tokens=NOT_STORED)
         turn.row = replace(turn.row, parent_id=parent_id)
         request = turn.request
@@ -286,10 +286,9 @@ class Course:
         if turn.joins_history:
             conversation.last_id = turn.id
             conversation.context = None if turn.is_rewritten else context
-        if not conversation.is_durable:
-            conversation.past[turn.id] = (turn, context)
-        elif turn.row.base_tokens == NOT_STORED and not turn.is_rewritten:
-            conversation.private[turn.id] = context
+        is_stored = conversation.is_durable
+        if not is_stored or (turn.row.base_tokens == NOT_STORED and not turn.is_rewritten):
+            conversation.kept.add(turn, context, is_stored=is_stored)
 
     def cancel(self, turn: LiveTurn) -> None:
         """End it as soon as where it stands allows; it then ends like any other."""

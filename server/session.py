@@ -5,28 +5,20 @@ may continue the conversation and what must fork. How a single turn goes is `cou
 """
 
 import asyncio
-import secrets
-import time
-
-import msgspec
 
 from hillstar.engine.messages import Output
+from hillstar.server.admission import admit
 from hillstar.server.conversation import Address, Conversation, Services, resolve
 from hillstar.server.course import Course
 from hillstar.server.errors import (
     ApiError,
     conflict,
     conversation_not_found,
-    invalid,
-    previous_response_not_found,
-    server_overloaded,
 )
-from hillstar.server.ids import new_id
 from hillstar.server.live import LiveTurn, Phase
 from hillstar.server.mail import (
     Arrived,
     AwaitEnd,
-    Base,
     Close,
     Disconnected,
     EndStored,
@@ -45,16 +37,11 @@ from hillstar.server.mail import (
     Unfollow,
 )
 from hillstar.server.ports import Followed, Scope
-from hillstar.server.reads import Place
-from hillstar.server.records import NOT_STORED, TurnRow
+from hillstar.server.records import TurnRow
 from hillstar.server.recovery import give_up, set_down, take_up
 from hillstar.server.sequences import Sequence
 
-MAX_QUEUED_TURNS = 64  # of one conversation
-MAX_KEPT = 64  # contexts of one conversation that memory alone knows; older ones are forgotten
 MAX_PAUSE_S = 3600.0  # of a response that memory alone knows
-
-encode = msgspec.msgpack.Encoder().encode
 
 
 class Session:
@@ -67,7 +54,6 @@ class Session:
             services, address, conversation, waits=lambda turn: self._advance(), left=self._remove
         )
         self._turns: dict[str, LiveTurn] = {}  # unfinished, in order
-        self._holders: set[Scope] = set()  # for whom something is kept in memory only
         self._paused_at_s: dict[str, float] = {}  # when they were last paused
         self._closing: list[asyncio.Future[None]] = []
         self._is_closing = False
@@ -87,13 +73,14 @@ class Session:
     @property
     def is_orphan(self) -> bool:
         """Kept in memory only, and nobody may continue it any more."""
-        return not self._conversation.is_durable and not self._holders
+        return not self._conversation.is_durable and not self._conversation.kept.holders
 
     @property
     def is_held(self) -> bool:
         """It knows what the journal does not, for somebody who is still connected."""
-        is_more = not self._conversation.is_durable or bool(self._conversation.private)
-        return is_more and bool(self._holders)
+        conversation = self._conversation
+        is_more = not conversation.is_durable or len(conversation.kept) > 0
+        return is_more and bool(conversation.kept.holders)
 
     def overdue(self, now_s: float) -> list[str]:
         """Responses kept in memory only that have been paused for too long."""
@@ -164,9 +151,8 @@ class Session:
         `failed`: this conversation has broken its actor too often; its turns end as failed.
         """
         if old is not None:
-            self._holders, self._paused_at_s = old._holders, old._paused_at_s
-            self._conversation.past = old._conversation.past
-            self._conversation.private = old._conversation.private
+            self._conversation.kept = old._conversation.kept
+            self._paused_at_s = old._paused_at_s
             self._is_closing, self._closing = old._is_closing, old._closing
         for row in rows:
             before = old._turns.get(row.id) if old is not None else None
@@ -211,32 +197,15 @@ class Session:
         """Take a new turn on, or say that it must fork. Raises ApiError."""
         if self._is_closing:
             raise conversation_not_found(self._conversation.row.id)
-        request = message.request
-        if message.parent_id is not None:
-            base = self._base(message.parent_id, message.scope)
-            if (
-                base.parent_id != self._conversation.last_id
-                or self._turns
-                or request.store != self._conversation.is_durable
-            ):
-                return MustFork(base)
-        elif request.conversation is not None and not request.store:
-            raise invalid("A response in a conversation is stored; 'store' must be true.", "store")
-        if len(self._turns) >= MAX_QUEUED_TURNS:
-            raise server_overloaded(f"{MAX_QUEUED_TURNS} turns of this conversation wait already.")
-        turn = self._new_turn(message)
-        self._services.directory.admit(
-            Place(turn.id, self._conversation.row.id, self._conversation.row.tenant)
-        )
-        if request.conversation is not None:
-            self._services.leases.take(self._conversation.row.id, message.scope)
-        if message.scope is not None and self._is_private(message):
-            self._holders.add(message.scope)
-        turn.answer = message.answer
-        if message.follower is not None:
-            turn.follow(message.follower, message.scope, 0)
-        if message.scope is not None:
-            turn.scopes.add(message.scope)
+        if message.parent_id in self._turns:
+            raise conflict(
+                "previous_response_in_progress",
+                f"Response '{message.parent_id}' has not ended yet.",
+                "previous_response_id",
+            )
+        turn = admit(self._services, self._conversation, message, len(self._turns))
+        if isinstance(turn, MustFork):
+            return turn
         self._turns[turn.id] = turn
         self._resume_blocking()
         if len(self._turns) == 1:
@@ -245,66 +214,16 @@ class Session:
             self._course.store(turn)
         return None
 
-    def _base(self, parent_id: str, scope: Scope | None) -> Base:
-        """What a turn after `parent_id` begins from. Raises ApiError."""
-        if parent_id in self._turns:
-            raise conflict(
-                "previous_response_in_progress",
-                f"Response '{parent_id}' has not ended yet.",
-                "previous_response_id",
-            )
-        conversation = self._conversation
-        if conversation.is_durable:
-            private = conversation.private.get(parent_id)
-            known = conversation.context if parent_id == conversation.last_id else None
-            return Base(parent_id, private or known, True, private is not None)
-        if parent_id not in conversation.past or scope not in self._holders:
-            raise previous_response_not_found(parent_id)
-        return Base(parent_id, conversation.past[parent_id][1], False, True)
-
-    def _is_private(self, message: Open) -> bool:
-        """Whether the new turn, or what it builds on, is kept in memory only."""
-        if not self._conversation.is_durable:
-            return True
-        if message.base is not None:
-            return message.base.is_private
-        return bool(self._conversation.private)
-
-    def _new_turn(self, message: Open) -> LiveTurn:
-        services, request = self._services, message.request
-        base = message.base
-        seed = request.hillstar.seed
-        row = TurnRow(
-            key=services.journal.new_key(),
-            id=new_id("resp"),
-            conversation_id=self._conversation.row.id,
-            tenant=self._conversation.row.tenant,
-            created_at=time.time(),
-            request=encode(request),
-            seed=secrets.randbits(63) if seed is None else seed,
-            parent_id=base.parent_id if base is not None else message.parent_id,
-            client_key=message.client_key,
-            base_tokens=NOT_STORED if base is not None and base.is_private else 0,
-        )
-        stream = services.historian.stream(row, request)
-        return LiveTurn(row, request, stream, Phase.PREPARING, services.loop.time())
-
     def _remove(self, turn: LiveTurn) -> None:
-        self._services.directory.ended(turn.id, keep=turn.id in self._conversation.past)
+        kept, directory = self._conversation.kept, self._services.directory
+        directory.ended(turn.id, keep=kept.turn(turn.id) is not None)
+        for response_id in kept.forget_oldest():
+            directory.ended(response_id, keep=False)
         del self._turns[turn.id]
         self._paused_at_s.pop(turn.id, None)
-        self._forget_oldest()
         self._advance()
         if not self._turns:
             self._answer_closing()
-
-    def _forget_oldest(self) -> None:
-        """A chain of any length takes as much memory as its last turns."""
-        conversation = self._conversation
-        while len(conversation.past) > MAX_KEPT:
-            self._forget(next(iter(conversation.past)))
-        while len(conversation.private) > MAX_KEPT:
-            del conversation.private[next(iter(conversation.private))]
 
     def _answer_closing(self) -> None:
         """Nothing lives in the conversation any more: it can be deleted."""
@@ -322,10 +241,7 @@ class Session:
     # Asking, following, cancelling.
 
     def _known(self, response_id: str) -> LiveTurn | None:
-        turn = self._turns.get(response_id)
-        if turn is None and response_id in self._conversation.past:
-            return self._conversation.past[response_id][0]
-        return turn
+        return self._turns.get(response_id) or self._conversation.kept.turn(response_id)
 
     def _follow(self, message: FollowIt) -> Followed | None:
         """Replay and attach in one step: what is posted here and later is the whole log."""
@@ -364,7 +280,7 @@ class Session:
                 self._course.cancel(turn)
 
     def _disconnected(self, scope: Scope) -> None:
-        self._holders.discard(scope)
+        self._conversation.kept.holders.discard(scope)
         for turn in self.turns:
             if not turn.leave(scope):
                 continue
@@ -388,7 +304,7 @@ class Session:
                 self._course.resume(turn)
 
     def _forget(self, response_id: str) -> bool:
-        if self._conversation.past.pop(response_id, None) is None:
+        if not self._conversation.kept.forget(response_id):
             return False
         self._services.directory.ended(response_id, keep=False)
         if self._conversation.last_id == response_id:
@@ -397,16 +313,15 @@ class Session:
 
     def forget_all(self) -> None:
         """This activation is over: what only memory knew is gone, its blocks with it."""
-        for response_id in self._conversation.past:
+        for response_id in self._conversation.kept.clear():
             self._services.directory.ended(response_id, keep=False)
-        self._conversation.past = {}
         if not self._conversation.is_durable:
             self._services.sequences.release(self._conversation.row.id, erase=True)
 
     def _erased(self, response_id: str, last_id: str | None) -> None:
         """An earlier turn is gone: contexts in memory still hold it, the journal's do not."""
         self._conversation.context = None
-        self._conversation.private.clear()
+        self._conversation.kept.clear()
         if self._conversation.last_id == response_id:
             self._conversation.last_id = last_id
         for turn in self._turns.values():

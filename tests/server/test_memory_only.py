@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hillstar.engine.messages import Cancel, Park, pack_ids
-from hillstar.server import hub, session
+from hillstar.server import hub, kept, session
 from hillstar.server.hub import HubLimits
 from support.fake_engine import FakeEngine
 from support.hub_world import (
@@ -198,7 +198,7 @@ async def test_a_memory_only_chain_keeps_its_last_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long a chain is, memory holds so many of its turns; older ones are not found."""
-    monkeypatch.setattr(session, "MAX_KEPT", 2)
+    monkeypatch.setattr(kept, "MAX_KEPT", 2)
     async with world(tmp_path) as made:
         for store in (False, True):
             socket = Socket()
@@ -206,9 +206,12 @@ async def test_a_memory_only_chain_keeps_its_last_turns(
             for text in "bcd":
                 turn = await made.say(text, store=store, scope=socket, previous_response_id=ids[-1])
                 ids.append(turn.response["id"])
-            for kept in ids[2:]:
+            for parent in ids[2:]:
                 await made.say(
-                    "e", store=store, scope=Socket() if store else socket, previous_response_id=kept
+                    "e",
+                    store=store,
+                    scope=Socket() if store else socket,
+                    previous_response_id=parent,
                 )
                 assert "[a]" in last_prompt(made)
             error = await refused(made.create(ask(previous_response_id=ids[1]), scope=socket))

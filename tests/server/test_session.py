@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hillstar.engine.messages import Cancel, Park, Submit, unpack_ids
+from hillstar.server.admission import MAX_QUEUED_TURNS
 from hillstar.server.errors import ApiError
-from hillstar.server.session import MAX_QUEUED_TURNS
 from support.fake_engine import EOS, FakeEngine, continuation
 from support.fake_text import REFUSED
 from support.hub_world import ALICE, Listener, Socket, World, ask, kind, world
