@@ -30,8 +30,6 @@ from hillstar.server.resource import TurnEnd
 from hillstar.server.sequences import Sequence
 from hillstar.server.writer import Fenced
 
-_RUNNING = Phase.RUNNING  # looked at for every token, and looking a member up is slow
-
 encode = msgspec.msgpack.Encoder().encode
 decode_finish = msgspec.msgpack.Decoder(Finish).decode
 decode_items = msgspec.msgpack.Decoder(tuple[Message, ...]).decode
@@ -53,6 +51,7 @@ class Course:
         self._services = services
         self._address = address
         self._conversation = conversation
+        self._running: LiveTurn | None = None  # the one with a sequence in the engine
         self._waits = waits
         self._left = left
 
@@ -178,6 +177,7 @@ class Course:
         elif turn.is_cancelled:
             self.end(turn, "cancelled")
         else:
+            self._running = turn
             turn.sequence = self._sequence(turn)
             self._services.sequences.add(turn.sequence)
 
@@ -206,9 +206,10 @@ class Course:
             held=turn.is_paused,
         )
 
-    def arrived(self, turn: LiveTurn, sequence: Sequence, output: Output) -> None:
-        """Tokens of a running turn are stored."""
-        if turn.sequence is not sequence or turn.phase is not _RUNNING:
+    def arrived(self, sequence: Sequence, output: Output) -> None:
+        """Tokens are stored. This is the way of every token: nothing here that can be elsewhere."""
+        turn = self._running
+        if turn is None or turn.sequence is not sequence:
             return
         if output.token_ids:
             events = turn.stream.push(output.first_token, output.token_ids, output.logprobs)
@@ -239,6 +240,8 @@ class Course:
     ) -> None:
         """Store the turn's end; it is told when it is stored."""
         turn.phase = Phase.ENDING
+        if turn is self._running:
+            self._running = None
         turn.end = TurnEnd(
             reason=reason,
             completed_at=int(time.time()),

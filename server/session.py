@@ -6,7 +6,6 @@ may continue the conversation and what must fork. How a single turn goes is `cou
 
 import asyncio
 
-from hillstar.engine.messages import Output
 from hillstar.server.admission import admit
 from hillstar.server.conversation import Address, Conversation, Services, resolve
 from hillstar.server.course import Course
@@ -39,7 +38,6 @@ from hillstar.server.mail import (
 from hillstar.server.ports import Followed, Scope
 from hillstar.server.records import TurnRow
 from hillstar.server.recovery import give_up, set_down, take_up
-from hillstar.server.sequences import Sequence
 
 MAX_PAUSE_S = 3600.0  # of a response that memory alone knows
 
@@ -53,6 +51,7 @@ class Session:
         self._course = Course(
             services, address, conversation, waits=lambda turn: self._advance(), left=self._remove
         )
+        self.arrived = self._course.arrived  # tokens are stored
         self._turns: dict[str, LiveTurn] = {}  # unfinished, in order
         self._paused_at_s: dict[str, float] = {}  # when they were last paused
         self._closing: list[asyncio.Future[None]] = []
@@ -95,12 +94,6 @@ class Session:
     @property
     def turns(self) -> tuple[LiveTurn, ...]:
         return tuple(self._turns.values())
-
-    def arrived(self, sequence: Sequence, output: Output) -> None:
-        """Tokens are stored: what becomes of them is the way of every token, kept short."""
-        turn = self._turns.get(sequence.response_id)
-        if turn is not None:
-            self._course.arrived(turn, sequence, output)
 
     def handle(self, message: Mail) -> None:
         """React to one message."""
