@@ -1,38 +1,19 @@
-"""One token from a row of processed logits, and how the CPU finds it.
+"""One token from a row of processed logits, as the CPU finds it.
 
 The token is argmax(logit / temperature + Gumbel(seed, position, token id)) over the tokens that
 top-k, top-p and min-p leave: a pure function of logits, seed and position, whatever else is in
 the batch. `kernels/sampling.py` states the same rules and is the choice of CUDA.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
+from hillstar.engine.sampling_ops import Choices
 from hillstar.kernels.noise import gumbel_reference, noise_bits
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """How each of `[S]` rows chooses, host memory; see `SamplingParams` for the meanings."""
-
-    temperature: np.ndarray  # float32; 0 = greedy
-    top_k: np.ndarray  # int32; 0 = off
-    top_p: np.ndarray  # float32
-    min_p: np.ndarray  # float32
-    keys: np.ndarray  # int32 [S, 2], of the noise
-
-
-Choose = Callable[[torch.Tensor, Choices], torch.Tensor]
-"""Processed logits float32 `[S, vocab]`, not changed -> token ids int64 `[S]`, same device.
-
-A NaN counts as minus infinity; where all are, the token is 0: a broken row breaks no other."""
-
-
 def choose_on_cpu(logits: torch.Tensor, choices: Choices) -> torch.Tensor:
-    """The `Choose` of the CPU. numpy does the searches: its argmax and comparisons are many times
+    """See `SamplingOps.choose`. numpy does the searches: its argmax and comparisons are many times
     faster than torch's there."""
     best = logits.amax(-1).numpy()
     if np.isnan(best).any():

@@ -1,4 +1,4 @@
-"""What changes logits before a token is chosen: bias, penalties, forbidden end tokens."""
+"""What changes logits before a token is chosen: biases, penalties, forbidden end tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,158 +7,118 @@ import numpy as np
 import torch
 
 from hillstar.engine.plan import RowInit
+from hillstar.engine.sampling_ops import Changes
+from hillstar.engine.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """What one row asks for."""
+class _Biases:
+    """Of one row."""
 
-    slot: int  # in the count tensors; -1: no penalties
-    repetition: float
-    presence: float
-    frequency: float
-    bias_ids: np.ndarray  # int64 [n]
-    bias: np.ndarray  # float32 [n]
-    end_ids: np.ndarray  # int64 [n]: forbidden before `first_end`
-    first_end: int  # the first position at which the row may end
+    ids: np.ndarray  # int32 [n]
+    values: np.ndarray  # float32 [n]
+    num_forbidden: int  # the first of these are end tokens, with -inf …
+    first_end: int  # … up to the first position at which the row may end
 
 
 class Penalties:
-    """Per-row changes of logits, in the order of `SamplingParams`; owned by the `Sampler`.
+    """What rows ask to be changed, and what they have seen; owned by the `Sampler`.
 
-    Rows that ask for nothing cost nothing. Rows with penalties have a slot in two tensors over
-    the vocabulary, `[num_slots, vocab]` on the device, which grow as slots are needed.
+    Rows that ask for nothing cost nothing. Rows with penalties have a slot in `history`, on the
+    device (see `SamplingOps`), which grows as slots are needed.
     """
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
-        self._vocab_size = vocab_size
+    def __init__(
+        self,
+        vocab_size: int,
+        max_num_seqs: int,
+        eos_token_ids: Sequence[int],
+        device: torch.device,
+    ) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
-        self._rows: dict[int, _Row] = {}  # only rows that ask for something
+        self._biases: dict[int, _Biases] = {}  # only rows that have any
+        self._slots = np.full(max_num_seqs, -1, dtype=np.int32)  # -1: no penalties
+        self._repetition = np.ones(max_num_seqs, dtype=np.float32)
+        self._presence = np.zeros(max_num_seqs, dtype=np.float32)
+        self._frequency = np.zeros(max_num_seqs, dtype=np.float32)
         self._free_slots: list[int] = []
-        self._num_outputs = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
-        self._is_seen = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        self.history = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
 
     def init(self, entry: RowInit) -> None:
         """A sequence enters a row: forget the one before, count this one's history."""
-        old = self._rows.pop(entry.row, None)
-        if old is not None and old.slot >= 0:
-            self._free_slots.append(old.slot)
-        params = entry.params
-        has_penalties = (
+        row, params = entry.row, entry.params
+        if self._slots[row] >= 0:
+            self._free_slots.append(int(self._slots[row]))
+            self._slots[row] = -1
+        self._repetition[row] = params.repetition_penalty
+        self._presence[row] = params.presence_penalty
+        self._frequency[row] = params.frequency_penalty
+        if (
             params.repetition_penalty != 1
             or params.presence_penalty != 0
             or params.frequency_penalty != 0
-        )
-        if not (has_penalties or params.logit_bias or params.min_tokens):
-            return
-        end_ids = (() if params.ignore_eos else self._eos_token_ids) + params.stop_token_ids
-        self._rows[entry.row] = _Row(
-            slot=self._count_history(entry) if has_penalties else -1,
-            repetition=params.repetition_penalty,
-            presence=params.presence_penalty,
-            frequency=params.frequency_penalty,
-            bias_ids=np.array(list(params.logit_bias), dtype=np.int64),
-            bias=np.array(list(params.logit_bias.values()), dtype=np.float32),
-            end_ids=np.array(end_ids, dtype=np.int64),
-            first_end=entry.num_prompt_tokens + params.min_tokens,
-        )
+        ):
+            self._slots[row] = self._count_history(entry)
+        self._biases.pop(row, None)
+        if params.logit_bias or params.min_tokens:
+            end_ids = (() if params.ignore_eos else self._eos_token_ids) + params.stop_token_ids
+            forbidden = end_ids if params.min_tokens else ()
+            values = [*(-np.inf for _ in forbidden), *params.logit_bias.values()]
+            self._biases[row] = _Biases(
+                ids=np.array([*forbidden, *params.logit_bias], dtype=np.int32),
+                values=np.array(values, dtype=np.float32),
+                num_forbidden=len(forbidden),
+                first_end=entry.num_prompt_tokens + params.min_tokens,
+            )
 
     def _count_history(self, entry: RowInit) -> int:
-        """Take a slot and fill it from the tokens so far."""
+        """Take a slot and fill it from the tokens so far, in order of the device's stream."""
         if not self._free_slots:
-            num_slots = len(self._is_seen)
+            num_slots = len(self.history)
             added = max(4, num_slots)
-            self._num_outputs = _grown(self._num_outputs, added)
-            self._is_seen = _grown(self._is_seen, added)
+            more = self.history.new_zeros(added, self.history.shape[1])
+            self.history = torch.cat((self.history, more))
             self._free_slots.extend(range(num_slots, num_slots + added))
         slot = self._free_slots.pop()
-        history = entry.history.astype(np.int64)
-        counts = np.bincount(history[entry.num_prompt_tokens :], minlength=self._vocab_size)
-        seen = np.bincount(history, minlength=self._vocab_size) > 0
-        self._num_outputs[slot] = torch.from_numpy(counts.astype(np.int32)).to(
-            self._num_outputs.device
-        )
-        self._is_seen[slot] = torch.from_numpy(seen).to(self._is_seen.device)
+        token_ids = to_device(entry.history.astype(np.int64), self.history.device)
+        prompt, outputs = token_ids.tensor_split([entry.num_prompt_tokens])
+        counts = self.history[slot].zero_().index_fill_(0, prompt, 1)
+        counts.index_add_(0, outputs, torch.full_like(outputs, 2, dtype=torch.int32))
         return slot
 
-    def apply(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """Processed logits: `logits` itself when no row asks for anything, else a changed copy.
+    def changes(self, rows: np.ndarray, positions: np.ndarray) -> Changes | None:
+        """What the rows of a step ask for; None if nothing.
 
-        logits: float32 `[S, vocab]`. rows, positions: `[S]`, as in `Sampler.sample`.
+        rows, positions: `[S]`, as in `Sampler.sample`.
         """
-        asking = [(i, self._rows[row]) for i, row in enumerate(rows.tolist()) if row in self._rows]
-        if not asking:
-            return logits
-        logits = logits.clone()
-        self._add_bias(logits, asking)
-        self._penalise(logits, asking)
-        early = [(i, row) for i, row in asking if positions[i] < row.first_end]
-        if early:
-            _put(logits, [(i, row.end_ids, -np.inf) for i, row in early], accumulate=False)
-        return logits
-
-    def _add_bias(self, logits: torch.Tensor, asking: list[tuple[int, _Row]]) -> None:
-        biased = [(i, row.bias_ids, row.bias) for i, row in asking if len(row.bias_ids)]
-        if biased:
-            _put(logits, biased, accumulate=True)
-
-    def _penalise(self, logits: torch.Tensor, asking: list[tuple[int, _Row]]) -> None:
-        """Repetition divides positive logits of seen tokens and multiplies negative ones (Keskar
-        et al. 2019, arXiv 1909.05858, section 4.1); presence and frequency are subtracted."""
-        penalised = [(i, row) for i, row in asking if row.slot >= 0]
-        if not penalised:
-            return
-        device = logits.device
-        index = torch.tensor([i for i, _ in penalised], device=device)
-        slots = torch.tensor([row.slot for _, row in penalised], device=device)
-        repetition, presence, frequency = (
-            torch.tensor(
-                [(row.repetition, row.presence, row.frequency) for _, row in penalised],
-                dtype=torch.float32,
-                device=device,
-            )
-            .unsqueeze(-1)
-            .unbind(1)
+        slots = self._slots[rows]
+        indices, ids, values = self._biases_of(rows, positions)
+        if not ids and slots.max(initial=-1) < 0:
+            return None
+        none = np.empty(0)
+        return Changes(
+            bias_rows=np.repeat(indices, [len(part) for part in ids]).astype(np.int32),
+            bias_ids=np.concatenate([none, *ids]).astype(np.int32),
+            bias=np.concatenate([none, *values]).astype(np.float32),
+            slots=slots,
+            repetition=self._repetition[rows],
+            presence=self._presence[rows],
+            frequency=self._frequency[rows],
         )
-        x = logits[index]
-        repeated = torch.where(x > 0, x / repetition, x * repetition)
-        x = torch.where(self._is_seen[slots], repeated, x)
-        counts = self._num_outputs[slots]
-        logits[index] = x - frequency * counts - presence * (counts > 0)
 
-    def count(self, rows: np.ndarray, token_ids: torch.Tensor) -> None:
-        """Note what was chosen. token_ids: int64 `[S]` on the device."""
-        slots = [
-            (i, entry.slot) for i, row in enumerate(rows.tolist()) if (entry := self._rows.get(row))
-        ]
-        slots = [(i, slot) for i, slot in slots if slot >= 0]
-        if not slots:
-            return
-        index, used = torch.tensor(slots, device=token_ids.device).unbind(1)
-        chosen = token_ids[index]
-        self._num_outputs[used, chosen] += 1
-        self._is_seen[used, chosen] = True
-
-
-def _grown(tensor: torch.Tensor, added: int) -> torch.Tensor:
-    return torch.cat((tensor, tensor.new_zeros(added, tensor.shape[1])))
-
-
-def _put(
-    logits: torch.Tensor,
-    entries: Sequence[tuple[int, np.ndarray, np.ndarray | float]],
-    *,
-    accumulate: bool,
-) -> None:
-    """Write, or add, values at some tokens of some rows: (row of logits, token ids, values)."""
-    rows = np.concatenate([np.full(len(ids), i) for i, ids, _ in entries])
-    token_ids = np.concatenate([ids for _, ids, _ in entries])
-    values = np.concatenate(
-        [np.broadcast_to(np.float32(value), len(ids)) for _, ids, value in entries]
-    )
-    device = logits.device
-    logits.index_put_(
-        (torch.from_numpy(rows).to(device), torch.from_numpy(token_ids).to(device)),
-        torch.from_numpy(values).to(device),
-        accumulate=accumulate,
-    )
+    def _biases_of(
+        self, rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[list[int], list[np.ndarray], list[np.ndarray]]:
+        """Of the rows of a step that have any now: index in the step, token ids, values."""
+        indices, ids, values = [], [], []
+        for index, row in enumerate(rows.tolist() if self._biases else ()):
+            biases = self._biases.get(row)
+            if biases is None:
+                continue
+            may_end = positions[index] >= biases.first_end
+            first = biases.num_forbidden if may_end else 0
+            if first < len(biases.ids):
+                indices.append(index)
+                ids.append(biases.ids[first:])
+                values.append(biases.values[first:])
+        return indices, ids, values

@@ -12,13 +12,14 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from hillstar.engine.choice import Choose, choose_on_cpu
 from hillstar.engine.cpu_forward import CpuForward
+from hillstar.engine.cpu_sampling import CpuSampling
 from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.weights import Weights
 from hillstar.engine.plan import Batch, Pending, StepResult
 from hillstar.engine.sampling import Sampled, Sampler
+from hillstar.engine.sampling_ops import SamplingOps
 from hillstar.engine.transfer import to_device
 
 
@@ -44,7 +45,7 @@ class TorchRunner:
         assert self._device.type == torch.device(device).type, "weights lie on the device"
         self._cache = cache
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=self._device)
-        self._forward, choose = _device_parts(
+        self._forward, ops = _device_parts(
             config,
             weights,
             cache,
@@ -57,7 +58,7 @@ class TorchRunner:
             max_num_seqs=max_num_seqs,
             eos_token_ids=eos_token_ids,
             device=self._device,
-            choose=choose,
+            ops=ops,
         )
         self._deferred: deque[_Deferred] = deque()
 
@@ -105,7 +106,7 @@ def _device_parts(
     max_position: int,
     last_tokens: torch.Tensor,
     deterministic: bool,
-) -> tuple[Forward, Choose]:
+) -> tuple[Forward, SamplingOps]:
     """What the weights' device does its own way."""
     if weights.embedding.device.type == "cpu":
         forward = CpuForward(
@@ -116,10 +117,10 @@ def _device_parts(
             last_tokens=last_tokens,
             deterministic=deterministic,
         )
-        return forward, choose_on_cpu
+        return forward, CpuSampling()
     # Triton takes long to import and is not there on every CPU machine.
     from hillstar.engine.cuda_forward import CudaForward
-    from hillstar.engine.cuda_sampling import choose_on_cuda
+    from hillstar.engine.cuda_sampling import CudaSampling
 
     return (
         CudaForward(
@@ -130,7 +131,7 @@ def _device_parts(
             last_tokens=last_tokens,
             deterministic=deterministic,
         ),
-        choose_on_cuda,
+        CudaSampling(),
     )
 
 

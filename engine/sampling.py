@@ -1,7 +1,7 @@
 """From logits to tokens, for a whole batch at once.
 
 `Sampler` owns what sampling remembers of each row: its parameters, and the counts that penalties
-need where a row asks for penalties. How a device picks a token is a `Choose`.
+need where a row asks for penalties. How a device does it is its `SamplingOps`.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hillstar.engine.choice import Choices, Choose
 from hillstar.engine.penalties import Penalties
 from hillstar.engine.plan import RowInit
+from hillstar.engine.sampling_ops import Choices, SamplingOps
 from hillstar.kernels.noise import noise_keys
 
 
@@ -20,9 +20,9 @@ from hillstar.kernels.noise import noise_keys
 class Sampled:
     """Tensors on the device; the fields of `StepResult`."""
 
-    token_ids: torch.Tensor  # int64 [S]
+    token_ids: torch.Tensor  # int32 or int64 [S]
     logprobs: torch.Tensor | None = None  # float32 [S]
-    top_ids: torch.Tensor | None = None  # int64 [S, k]
+    top_ids: torch.Tensor | None = None  # int32 or int64 [S, k]
     top_logprobs: torch.Tensor | None = None  # float32 [S, k]
 
 
@@ -36,10 +36,11 @@ class Sampler:
         max_num_seqs: int,
         eos_token_ids: Sequence[int],
         device: torch.device,
-        choose: Choose,
+        ops: SamplingOps,
     ) -> None:
-        self._choose = choose
-        self._penalties = Penalties(vocab_size, eos_token_ids, device)
+        self.device = device
+        self._ops = ops
+        self._penalties = Penalties(vocab_size, max_num_seqs, eos_token_ids, device)
         self._temperature = np.ones(max_num_seqs, dtype=np.float32)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int32)
         self._top_p = np.ones(max_num_seqs, dtype=np.float32)
@@ -61,10 +62,19 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> Sampled:
         """One token for each row.
 
-        logits: float32 `[S, vocab]`, of the model, not changed. rows: int32 `[S]`. positions:
-        `[S]`, of the tokens being sampled: prompt tokens + index of the output token.
+        logits: float32 `[S, vocab]`, of the model; changed in place for rows that ask for it.
+        rows: int32 `[S]`. positions: `[S]`, of the tokens being sampled: prompt tokens + index of
+        the output token.
         """
-        processed = self._penalties.apply(logits, rows, positions)
+        ops, num_top = self._ops, self._num_logprobs[rows]
+        wants_logprobs = num_top.max(initial=-1) >= 0
+        changes = self._penalties.changes(rows, positions)
+        processed = logits
+        slots = None
+        if changes is not None:
+            if wants_logprobs:  # these are of the model's own logits
+                processed = logits.clone()
+            slots = ops.change(processed, changes, self._penalties.history)
         choices = Choices(
             self._temperature[rows],
             self._top_k[rows],
@@ -72,16 +82,9 @@ class Sampler:
             self._min_p[rows],
             noise_keys(self._seed[rows], positions.astype(np.int64)),
         )
-        token_ids = self._choose(processed, choices)
-        self._penalties.count(rows, token_ids)
-        num_top = int(self._num_logprobs[rows].max(initial=-1))
-        if num_top < 0:
+        token_ids = ops.choose(processed, choices)
+        if slots is not None:
+            ops.count(self._penalties.history, slots, token_ids)
+        if not wants_logprobs:
             return Sampled(token_ids)
-        return _with_logprobs(logits, token_ids, num_top)
-
-
-def _with_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Sampled:
-    total = logits.logsumexp(-1)
-    top_logits, top_ids = logits.topk(num_top, dim=-1)
-    chosen = logits.gather(1, token_ids[:, None])[:, 0]
-    return Sampled(token_ids, chosen - total, top_ids, top_logits - total[:, None])
+        return Sampled(token_ids, *ops.logprobs(logits, token_ids, num_top))

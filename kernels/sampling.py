@@ -11,14 +11,19 @@ All three are thresholds on the logit, and **every token equal to a threshold is
 never broken by order. The token is argmax(logit / T + gumbel) over those (`kernels.noise`), ties
 to the lowest id. A NaN logit counts as -inf; where every logit is -inf, token 0 is chosen.
 
-Without a sort, in three launches that depend on shapes alone:
-* `_threshold_kernel`, grid `(num_rows,)`: bisects the logits' values for a row's threshold. As
-  integers of the same order float32 values are 2^32: at most 32 passes over the row for top-k
-  and 32 for top-p, fewer as the row's range is smaller; rows without a filter leave at once.
-* `_choose_kernel`, grid `(num_rows, ceil(vocab / 4096))`: the best of 4096 tokens.
-* `_pick_kernel`, grid `(num_rows,)`: the best of those.
-Bytes moved a call: `num_rows * vocab * itemsize` once, and once more a pass for filtered rows
-(out of the L2 cache).
+Neither sorts nor finds the nucleus, in two launches that depend on shapes alone:
+* `_scan_kernel`, grid `(ceil(vocab / 4096), num_rows)`: reads all logits once. Of 4096 tokens the
+  best (`sampling_race`), and for rows with a filter the sum of exponentials and the maximum of
+  each 32 tokens, from which the second kernel knows what it need not read (`sampling_groups`).
+* `_choose_kernel`, grid `(num_rows,)`: rows without a filter take the best. Top-k's threshold is
+  found by bisection among about k groups. Top-p rejects, an idea of FlashInfer's sampler (Ye et
+  al. 2025, arXiv 2501.01005) made deterministic: with fixed noise the token over the nucleus is
+  the first of a sequence that lies in it, of which each member is the best token among those
+  strictly more likely than the member before. A member lies in it if what is more likely
+  than it weighs less than `top_p`. The first does with probability `top_p`, and the tokens more
+  likely than it are mostly few.
+Bytes moved a call: `num_rows * vocab * itemsize`, once; a flat row with top-p is read again, once
+or twice. Sums depend on a row's values alone, never on the batch: so does its token.
 """
 
 import math
@@ -31,6 +36,22 @@ import triton.language as tl
 from hillstar.kernels.checks import FLOATS, check_tensor
 from hillstar.kernels.jit import jit
 from hillstar.kernels.noise import gumbel_reference
+from hillstar.kernels.sampling_groups import (
+    CHUNK,
+    CHUNK_GROUPS,
+    GROUP,
+    LOWEST,
+    SPAN,
+    best_above,
+    bound_of_top,
+    kth_largest,
+    list_groups,
+    load_chunk,
+    total_weight,
+    weight_above,
+    weights,
+)
+from hillstar.kernels.sampling_race import no_winner, race
 
 
 def sample_reference(
@@ -49,14 +70,13 @@ def sample_reference(
         t, k, p = float(temperature[row]), int(top_k[row]), float(top_p[row])
         if t > 0:
             threshold = x.max() + t * torch.log(min_p[row])
+            kept = x
             if 0 < k < len(x):
                 threshold = torch.maximum(threshold, x.topk(k).values[-1])
                 kept = x[x >= x.topk(k).values[-1]]
-            else:
-                kept = x
             if p < 1:
                 ordered = kept.sort(descending=True).values
-                mass = ((ordered - x.max()) / t).exp().cumsum(0)
+                mass = ((ordered - x.max()) / t).double().exp().cumsum(0)
                 last = torch.count_nonzero(mass < p * mass[-1])
                 threshold = torch.maximum(threshold, ordered[last])
             token_range = torch.arange(len(x), dtype=torch.int32, device=x.device)
@@ -67,178 +87,227 @@ def sample_reference(
 
 
 @jit
-def _load_logits(row: tl.tensor, tokens: tl.tensor, vocab: tl.tensor) -> tl.tensor:
-    """float32 logits; -inf past the end and for NaN."""
-    x = tl.load(row + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
-    return tl.where(x == x, x, float("-inf"))
-
-
-@jit
-def _order(bits: tl.tensor) -> tl.tensor:
-    """The bits of a float32 as an int32 of the same order, and back: its own inverse."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@jit
-def _mass_above(
-    row: tl.tensor,
+def _load_parameters(
+    index: tl.tensor,
+    temperatures: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    min_ps: tl.tensor,
     vocab: tl.tensor,
-    threshold: tl.tensor,
-    highest: tl.tensor,
-    temperature: tl.tensor,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
 ) -> Any:
-    """How many tokens reach the threshold (COUNT), or the sum of their exp((x - max) / T)."""
-    mass = tl.zeros([BLOCK], dtype=tl.float32)  # counts are exact in it: each lane's is small
-    for start in tl.range(0, vocab, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
-        x = _load_logits(row, start + tl.arange(0, BLOCK), vocab)
-        if COUNT:
-            weight = 1.0
-        else:
-            weight = tl.exp((x - highest) / temperature)
-        mass += tl.where((x >= threshold) & (start + tl.arange(0, BLOCK) < vocab), weight, 0.0)
-    return tl.sum(mass, axis=0)
+    """Temperature, top-k (0 = off, also where it is the vocabulary), top-p, min-p, and whether
+    the row has a filter."""
+    temperature = tl.load(temperatures + index)
+    temperature = tl.where(temperature > 0, tl.maximum(temperature, 1e-30), 0.0)  # of finite 1 / T
+    top_k = tl.load(top_ks + index)
+    top_k = tl.where((temperature > 0) & (top_k > 0) & (top_k < vocab), top_k, 0)
+    top_p = tl.load(top_ps + index)
+    min_p = tl.load(min_ps + index)
+    is_filtered = (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    return temperature, top_k, top_p, min_p, is_filtered
 
 
 @jit
-def _bisect(
-    row: tl.tensor,
-    vocab: tl.tensor,
-    lowest: tl.tensor,
-    highest: tl.tensor,
-    temperature: tl.tensor,
-    needed: tl.tensor,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """The largest threshold in `lowest … highest` above which there is at least `needed`.
-
-    `lowest` has that much, whatever it is: it is the answer where nothing higher has.
-    """
-    low = _order(lowest.to(tl.int32, bitcast=True)).to(tl.int64)
-    high = _order(highest.to(tl.int32, bitcast=True)).to(tl.int64) + 1
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        threshold = _order(middle.to(tl.int32)).to(tl.float32, bitcast=True)
-        mass = _mass_above(row, vocab, threshold, highest, temperature, COUNT, BLOCK)
-        low = tl.where(mass >= needed, middle, low)
-        high = tl.where(mass >= needed, high, middle)
-        if COUNT:  # exactly the wanted tokens: any threshold that parts them will do
-            high = tl.where(mass == needed, low + 1, high)
-    return _order(low.to(tl.int32)).to(tl.float32, bitcast=True)
-
-
-@jit
-def _threshold_kernel(
+def _scan_kernel(
     logits: tl.tensor,
     temperatures: tl.tensor,
     top_ks: tl.tensor,
     top_ps: tl.tensor,
     min_ps: tl.tensor,
-    thresholds: tl.tensor,
+    keys: tl.tensor,
+    maxima: tl.tensor,
+    sums: tl.tensor,
+    best_scores: tl.tensor,
+    best_tokens: tl.tensor,
+    group_maxima: tl.tensor,
     stride: tl.tensor,
     vocab: tl.tensor,
-    BLOCK: tl.constexpr,
+    num_groups: tl.tensor,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
 ) -> None:
-    index = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures + index)
-    top_k = tl.load(top_ks + index)
-    top_p = tl.load(top_ps + index)
-    min_p = tl.load(min_ps + index)
-    has_top_k = (top_k > 0) & (top_k < vocab)
-    if (temperature <= 0) | ((not has_top_k) & (top_p >= 1) & (min_p <= 0)):
-        tl.store(thresholds + index, float("-inf"))
-        return
-
+    chunk, index = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    temperature, top_k, top_p, _, is_filtered = _load_parameters(
+        index, temperatures, top_ks, top_ps, min_ps, vocab
+    )
     row = logits + index * stride
-    largest = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
-    smallest = tl.full([BLOCK], float("inf"), dtype=tl.float32)
-    for start in tl.range(0, vocab, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
-        x = _load_logits(row, start + tl.arange(0, BLOCK), vocab)
-        largest = tl.maximum(largest, x)
-        smallest = tl.minimum(smallest, x)
-    highest = tl.max(largest, axis=0)
-    if highest == float("-inf"):
-        tl.store(thresholds + index, float("-inf"))
-        return
-    threshold = tl.min(smallest, axis=0)
-    if has_top_k:
-        count = top_k.to(tl.float32)
-        threshold = _bisect(row, vocab, threshold, highest, temperature, count, True, BLOCK)
-    if top_p < 1:
-        mass = _mass_above(row, vocab, threshold, highest, temperature, False, BLOCK)
-        needed = top_p * mass
-        threshold = _bisect(row, vocab, threshold, highest, temperature, needed, False, BLOCK)
-    if min_p > 0:
-        threshold = tl.maximum(threshold, highest + temperature * tl.log(min_p))
-    tl.store(thresholds + index, threshold)
+    x, tokens, groups = load_chunk(row, chunk, vocab, GROUPS, GROUP)
+    where = index * tl.num_programs(0) + chunk
+    if is_filtered:
+        in_groups = tl.max(x, axis=1)
+        tl.store(group_maxima + index * num_groups + groups, in_groups, mask=groups < num_groups)
+        highest = tl.max(in_groups, axis=0)
+        tl.store(maxima + where, highest)
+        if (top_k == 0) & (top_p < 1):
+            weight = weights(x, highest, 1.0 / temperature)
+            tl.store(sums + where, tl.sum(tl.sum(weight, axis=1), axis=0))
+    if top_k == 0:
+        if temperature > 0:
+            key0, key1 = tl.load(keys + 2 * index), tl.load(keys + 2 * index + 1)
+            score, token = no_winner()
+            score, token = race(row, x, tokens, temperature, key0, key1, score, token)
+        else:
+            score = tl.max(x, axis=None)
+            token = tl.min(tl.where(x == score, tokens, 0x7FFFFFFF), axis=None)
+        tl.store(best_scores + where, score)
+        tl.store(best_tokens + where, token)
 
 
 @jit
-def _mix(h: tl.tensor) -> tl.tensor:
-    """`fmix32` of the noise's definition, on uint32."""
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = (h ^ (h >> 13)) * 0xC2B2AE35
-    return h ^ (h >> 16)
+def _best_of_chunks(scores: tl.tensor, tokens: tl.tensor, mask: tl.tensor) -> Any:
+    """The token of the best score, ties to the lowest id; 0 where all are -inf."""
+    found = tl.load(scores, mask=mask, other=float("-inf"))
+    best = tl.max(found, axis=0)
+    is_best = mask & (found == best) & (found > float("-inf"))
+    token = tl.min(tl.where(is_best, tl.load(tokens, mask=mask, other=0), 0x7FFFFFFF), axis=0)
+    return tl.where(token == 0x7FFFFFFF, 0, token)
 
 
 @jit
-def _gumbel(tokens: tl.tensor, key0: tl.tensor, key1: tl.tensor) -> tl.tensor:
-    """The noise of `kernels.noise`, step for step."""
-    h = tokens.to(tl.uint32) * 0x9E3779B1 + key0.to(tl.uint32, bitcast=True)
-    h = _mix(_mix(h) ^ key1.to(tl.uint32, bitcast=True))
-    v = tl.minimum((h.to(tl.float32) + 0.5) * (2.0**-32), 1.0 - 2.0**-24)
-    # -log1p(-v): its series where 1 - v would round v away, seven terms to float32's precision.
-    tail = 1.0 / 4 + v * (1.0 / 5 + v * (1.0 / 6 + v * (1.0 / 7)))
-    series = v * (1.0 + v * (1.0 / 2 + v * (1.0 / 3 + v * tail)))
-    exponential = tl.where(v < 0.0625, series, -tl.log(1.0 - v))
-    return -tl.log(exponential)
+def _first_in_nucleus(
+    row: tl.tensor,
+    listed: tl.tensor,
+    num_listed: tl.tensor,
+    vocab: tl.tensor,
+    token: tl.tensor,
+    value: tl.tensor,
+    needed: tl.tensor,
+    highest: tl.tensor,
+    temperature: tl.tensor,
+    key0: tl.tensor,
+    key1: tl.tensor,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tl.tensor:
+    """The first of a token, whose logit is `value`, and those that follow it by rejection, above
+    which there is less than the needed weight, or nothing."""
+    is_open = value < highest
+    while is_open:
+        above = weight_above(
+            row, listed, num_listed, vocab, value, highest, 1.0 / temperature, True, SPAN, GROUP
+        )
+        is_open = above >= needed
+        if is_open:
+            token = best_above(
+                row,
+                listed,
+                num_listed,
+                vocab,
+                value,
+                temperature,
+                key0,
+                key1,
+                True,
+                SPAN,
+                GROUP,
+            )
+            value = tl.load(row + token).to(tl.float32)
+            is_open = value < highest
+    return token
 
 
 @jit
 def _choose_kernel(
     logits: tl.tensor,
     temperatures: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    min_ps: tl.tensor,
     keys: tl.tensor,
-    thresholds: tl.tensor,
+    maxima: tl.tensor,
+    sums: tl.tensor,
     best_scores: tl.tensor,
     best_tokens: tl.tensor,
+    group_maxima: tl.tensor,
+    lists: tl.tensor,
+    token_ids: tl.tensor,
     stride: tl.tensor,
     vocab: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    index, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    tokens = chunk * BLOCK + tl.arange(0, BLOCK)
-    scores = _load_logits(logits + index * stride, tokens, vocab)
-    temperature = tl.load(temperatures + index)
-    if temperature > 0:
-        allowed = scores >= tl.load(thresholds + index)
-        noise = _gumbel(tokens, tl.load(keys + 2 * index), tl.load(keys + 2 * index + 1))
-        scores = tl.where(allowed, tl.div_rn(scores, temperature) + noise, float("-inf"))
-    best = tl.max(scores, axis=0)
-    token = tl.min(tl.where(scores == best, tokens, 0x7FFFFFFF), axis=0)
-    where = index * tl.num_programs(1) + chunk
-    tl.store(best_scores + where, best)
-    tl.store(best_tokens + where, token)
-
-
-@jit
-def _pick_kernel(
-    best_scores: tl.tensor,
-    best_tokens: tl.tensor,
-    token_ids: tl.tensor,
     num_chunks: tl.tensor,
+    num_groups: tl.tensor,
     CHUNKS_PADDED: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
 ) -> None:
     index = tl.program_id(0).to(tl.int64)
+    temperature, top_k, top_p, min_p, is_filtered = _load_parameters(
+        index, temperatures, top_ks, top_ps, min_ps, vocab
+    )
     chunks = tl.arange(0, CHUNKS_PADDED)
-    mask = chunks < num_chunks
-    where = index * num_chunks + chunks
-    scores = tl.load(best_scores + where, mask=mask, other=float("-inf"))
-    tokens = tl.load(best_tokens + where, mask=mask, other=0x7FFFFFFF)
-    best = tl.max(scores, axis=0)
-    tl.store(token_ids + index, tl.min(tl.where(scores == best, tokens, 0x7FFFFFFF), axis=0))
+    in_row = chunks < num_chunks
+    part = index * num_chunks + chunks
+    row = logits + index * stride
+    token = tl.full([], 0, dtype=tl.int32)
+    value = tl.full([], float("-inf"), dtype=tl.float32)
+    if top_k == 0:
+        token = _best_of_chunks(best_scores + part, best_tokens + part, in_row)
+        value = tl.load(row + token).to(tl.float32)
+    tl.store(token_ids + index, token)
+    if not is_filtered:
+        return
+    highest = tl.max(tl.load(maxima + part, mask=in_row, other=float("-inf")), axis=0)
+    if highest == float("-inf"):
+        return
+    floor = tl.full([], float("-inf"), dtype=tl.float32)
+    if min_p > 0:
+        floor = highest + temperature * tl.log(tl.minimum(min_p, 1.0))
+    if (top_k == 0) & (top_p >= 1) & (value >= floor):
+        return
+
+    key0, key1 = tl.load(keys + 2 * index), tl.load(keys + 2 * index + 1)
+    inverse = 1.0 / temperature
+    groups = tl.arange(0, GROUPS_PADDED)
+    exists = groups < num_groups
+    tops = tl.load(group_maxima + index * num_groups + groups, mask=exists, other=float("-inf"))
+    # Of the tokens that reach this one the kept are a part, and what is needed to tell which.
+    bound = tl.maximum(value, floor)
+    if top_k > 0:
+        bound = bound_of_top(tops, exists, top_k, num_groups, highest)
+    bound = tl.maximum(bound, LOWEST)  # -inf is never chosen
+    listed = lists + index * num_groups
+    num_listed = list_groups(listed, groups, tops >= bound)
+    total = tl.full([], 0.0, dtype=tl.float32)
+    if top_k > 0:
+        bound = kth_largest(row, listed, num_listed, vocab, top_k, bound, highest, SPAN, GROUP)
+        if top_p < 1:
+            total = weight_above(
+                row, listed, num_listed, vocab, bound, highest, inverse, False, SPAN, GROUP
+            )
+    elif top_p < 1:
+        total = total_weight(maxima + part, sums + part, in_row, highest, inverse)
+    if (top_k > 0) | (value < floor):
+        token = best_above(
+            row,
+            listed,
+            num_listed,
+            vocab,
+            tl.maximum(bound, floor),
+            temperature,
+            key0,
+            key1,
+            False,
+            SPAN,
+            GROUP,
+        )
+        value = tl.load(row + token).to(tl.float32)
+    if top_p < 1:
+        token = _first_in_nucleus(
+            row,
+            listed,
+            num_listed,
+            vocab,
+            token,
+            value,
+            top_p * total,
+            highest,
+            temperature,
+            key0,
+            key1,
+            SPAN,
+            GROUP,
+        )
+    tl.store(token_ids + index, token)
 
 
 def sample(
@@ -274,41 +343,38 @@ def sample(
     token_ids = torch.empty(num_rows, dtype=torch.int32, device=device)
     if num_rows == 0:
         return token_ids
-    block = min(4096, triton.next_power_of_2(vocab))
-    num_chunks = triton.cdiv(vocab, block)
-    thresholds = torch.empty(num_rows, dtype=torch.float32, device=device)
-    best_scores = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
+    num_chunks, num_groups = triton.cdiv(vocab, CHUNK), triton.cdiv(vocab, GROUP)
+    maxima, sums, best_scores = torch.empty((3, num_rows, num_chunks), device=device)
     best_tokens = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
-    _threshold_kernel[(num_rows,)](
+    group_maxima = torch.empty((num_rows, num_groups), device=device)
+    parameters = (temperature, top_k, top_p, min_p, keys)
+    parts = (maxima, sums, best_scores, best_tokens, group_maxima)
+    stride = logits.stride(0)
+    _scan_kernel[(num_chunks, num_rows)](
         logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        thresholds,
-        logits.stride(0),
+        *parameters,
+        *parts,
+        stride,
         vocab,
-        BLOCK=min(8192, triton.next_power_of_2(vocab)),
-        num_warps=16,
+        num_groups,
+        GROUPS=CHUNK_GROUPS,
+        GROUP=GROUP,
+        num_warps=4,
     )
-    _choose_kernel[(num_rows, num_chunks)](
+    _choose_kernel[(num_rows,)](
         logits,
-        temperature,
-        keys,
-        thresholds,
-        best_scores,
-        best_tokens,
-        logits.stride(0),
-        vocab,
-        BLOCK=block,
-        num_warps=8,
-    )
-    _pick_kernel[(num_rows,)](
-        best_scores,
-        best_tokens,
+        *parameters,
+        *parts,
+        torch.empty((num_rows, num_groups), dtype=torch.int32, device=device),
         token_ids,
+        stride,
+        vocab,
         num_chunks,
+        num_groups,
         CHUNKS_PADDED=triton.next_power_of_2(num_chunks),
-        num_warps=1,
+        GROUPS_PADDED=triton.next_power_of_2(num_groups),
+        SPAN=SPAN,
+        GROUP=GROUP,
+        num_warps=16,
     )
     return token_ids

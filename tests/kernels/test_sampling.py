@@ -63,6 +63,63 @@ def test_agrees_with_the_reference(
     assert torch.equal(logits, before)
 
 
+EXTREMES = {
+    "temperature": [0.0, 0.01, 0.8, 1.7, 10.0],
+    "top_k": [0, 1, 2, 40, 300, 5000],
+    "top_p": [1.0, 0.0, 1e-6, 0.1, 0.9, 0.999999],
+    "min_p": [0.0, 1e-4, 0.05, 1.0],
+}
+
+
+@pytest.mark.parametrize("vocab", [2, 33, 4097])
+@pytest.mark.parametrize("scale", [0.0, 0.3, 20.0])
+@pytest.mark.parametrize("kind", ["smooth", "ties", "sparse"])
+def test_agrees_on_rows_of_every_kind(
+    device: torch.device, generator: torch.Generator, vocab: int, scale: float, kind: str
+) -> None:
+    """Flat and peaked rows, many ties, few finite logits; filters at their ends, combined."""
+    num_rows = 8
+    logits = torch.randn((num_rows, vocab), device=device, generator=generator) * scale
+    if kind == "ties":
+        logits = logits.round()
+    if kind == "sparse":
+        few = torch.rand((num_rows, vocab), device=device, generator=generator) < 0.1
+        logits = logits.masked_fill(~few, -math.inf)
+    given = parameters(num_rows, device)
+    for name, values in EXTREMES.items():
+        drawn = torch.randint(len(values), (num_rows,), device=device, generator=generator)
+        given[name] = torch.tensor(values, dtype=given[name].dtype, device=device)[drawn]
+    assert sample(logits, **given).tolist() == sample_reference(logits, **given).tolist()
+
+
+def test_ties_without_end_are_all_kept(device: torch.device) -> None:
+    """Where every token ties with the k-th or the nucleus's last, any may be chosen."""
+    logits = torch.zeros((40, 5000), device=device)
+    for changes in ({"top_k": 2}, {"top_p": 0.1}, {"top_k": 7, "top_p": 0.5, "min_p": 1.0}):
+        given = parameters(40, device, **changes)
+        plain = sample(logits, **parameters(40, device))
+        assert sample(logits, **given).tolist() == plain.tolist()
+        assert plain.max() > 4000
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a CUDA device")
+def test_a_graph_replays_it(device: torch.device, generator: torch.Generator) -> None:
+    """Captured once, it chooses for whatever logits and parameters lie there at a replay."""
+    logits = torch.zeros((16, 9000), device=device)
+    given = parameters(16, device)
+    sample(logits, **given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        token_ids = sample(logits, **given)
+    logits.normal_(generator=generator).mul_(2)
+    given["top_p"].fill_(0.8)
+    given["top_k"][::2] = 30
+    graph.replay()
+    assert token_ids.tolist() == sample_reference(logits, **given).tolist()
+
+
 def test_noise_is_the_definition_to_the_bit(device: torch.device) -> None:
     """Between equal logits the token with the smallest random word wins, exactly."""
     given = parameters(16, device)
