@@ -6,13 +6,13 @@ never raise and never block. Everything runs on the event loop that called `star
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hillstar.server import reads
 from hillstar.server.actors import ActorTable
+from hillstar.server.census import take_census
 from hillstar.server.conversation import Services
 from hillstar.server.create_keys import CreateKeys
 from hillstar.server.deletion import Deletion
@@ -328,31 +328,8 @@ class Hub:
 
     def stats(self) -> HubStats:
         """A snapshot for /metrics and the health endpoints."""
-        monitor, journal = self._monitor, self._journal
-        sessions: Counter[str] = Counter()
-        responses: Counter[str] = Counter()
-        num_durable = 0
-        for actor in self._actors:
-            num_durable += actor.is_durable
-            session = actor.session
-            sessions["parked" if session is not None and session.is_parked else "awake"] += 1
-            if session is not None:
-                responses.update(turn.state for turn in session.turns)
-        sessions["hibernated"] = max(0, self._actors.num_stored - num_durable)
-        return HubStats(
-            engine_state=monitor.state,
-            loading=monitor.loading,
-            ready=monitor.ready,
-            engine=monitor.stats,
-            engine_error=monitor.error,
-            num_engine_restarts=monitor.num_restarts,
-            num_sessions=sessions,
-            num_responses=responses,
-            num_actor_restarts=self._actors.num_crashes,
-            num_journal_commits=journal.num_commits,
-            num_journal_tokens=journal.num_tokens,
-            storage_available=journal.available,
-            draining=self._is_draining,
+        return take_census(
+            self._monitor, self._actors, self._journal, is_draining=self._is_draining
         )
 
     async def _await_end(
