@@ -1,30 +1,25 @@
-"""One conversation: its turns, its ends, its forks, its followers."""
+"""One conversation: its turns, their order, its forks."""
 
 import asyncio
 from pathlib import Path
 
 import pytest
 
-from hillstar.engine.messages import Cancel, Park, Submit, unpack_ids
+from hillstar.engine.messages import Cancel, unpack_ids
 from hillstar.server.admission import MAX_QUEUED_TURNS
 from hillstar.server.errors import ApiError
-from support.fake_engine import EOS, FakeEngine, continuation
+from support.fake_engine import FakeEngine, continuation
 from support.fake_text import REFUSED
-from support.hub_world import ALICE, Listener, Socket, World, ask, kind, world
-
-
-def manual() -> FakeEngine:
-    return FakeEngine(auto=False)
-
-
-async def until_submitted(made: World, num: int) -> list[Submit]:
-    """Wait until the engine was given so many sequences in all."""
-    await made.engine.until(lambda: len(made.engine.submits) >= num)
-    return made.engine.submits
-
-
-def prompt_text(submit: Submit) -> str:
-    return "".join(map(chr, unpack_ids(submit.prompt_ids)))
+from support.hub_world import (
+    ALICE,
+    Listener,
+    Socket,
+    ask,
+    kind,
+    prompt_text,
+    until_submitted,
+    world,
+)
 
 
 async def test_a_turn_runs_from_created_to_completed(tmp_path: Path) -> None:
@@ -71,7 +66,7 @@ async def test_naming_an_earlier_turn_forks(tmp_path: Path) -> None:
 
 async def test_naming_a_parent_that_is_being_continued_forks(tmp_path: Path) -> None:
     """While a conversation is busy, another turn from its end goes to a conversation of its own."""
-    async with world(tmp_path, engine=manual()) as made:
+    async with world(tmp_path, engine=FakeEngine(auto=False)) as made:
         opened, first = await made.create(ask("a"))
         await until_submitted(made, 1)
         while not first.is_done:
@@ -86,7 +81,7 @@ async def test_naming_a_parent_that_is_being_continued_forks(tmp_path: Path) -> 
 
 async def test_a_running_response_is_no_parent(tmp_path: Path) -> None:
     """`previous_response_id` of an unfinished response is refused as a conflict."""
-    async with world(tmp_path, engine=manual()) as made:
+    async with world(tmp_path, engine=FakeEngine(auto=False)) as made:
         opened, _ = await made.create(ask("a"))
         with pytest.raises(ApiError) as refusal:
             await made.create(ask("b", previous_response_id=opened.response_id))
@@ -95,7 +90,7 @@ async def test_a_running_response_is_no_parent(tmp_path: Path) -> None:
 
 async def test_turns_of_a_conversation_are_fifo(tmp_path: Path) -> None:
     """With `conversation`, turns wait for each other; each builds on the one before."""
-    async with world(tmp_path, engine=manual()) as made:
+    async with world(tmp_path, engine=FakeEngine(auto=False)) as made:
         conversation = (await made.hub.create_conversation(ALICE, {}))["id"]
         listeners = [
             (await made.create(ask(f"{i}", conversation=conversation, max_output_tokens=2)))[1]
@@ -115,7 +110,7 @@ async def test_turns_of_a_conversation_are_fifo(tmp_path: Path) -> None:
 
 async def test_a_conversations_queue_is_bounded(tmp_path: Path) -> None:
     """More waiting turns than the bound are refused with a retryable error."""
-    async with world(tmp_path, engine=manual()) as made:
+    async with world(tmp_path, engine=FakeEngine(auto=False)) as made:
         conversation = (await made.hub.create_conversation(ALICE, {}))["id"]
         for _ in range(MAX_QUEUED_TURNS):
             await made.create(ask("x", conversation=conversation))
@@ -141,7 +136,7 @@ async def test_a_conversations_items_open_its_first_turn(tmp_path: Path) -> None
 
 async def test_a_newer_writer_supersedes_the_older(tmp_path: Path) -> None:
     """The older writer is told once and its running response goes on."""
-    async with world(tmp_path, engine=manual()) as made:
+    async with world(tmp_path, engine=FakeEngine(auto=False)) as made:
         older, newer = Socket(), Socket()
         conversation = (await made.hub.create_conversation(ALICE, {}))["id"]
         _, first = await made.create(ask("a", conversation=conversation), scope=older)
@@ -212,7 +207,7 @@ async def test_what_the_template_refuses_never_was(tmp_path: Path) -> None:
 
 async def test_a_queued_turn_whose_prompt_is_refused_fails_in_its_place(tmp_path: Path) -> None:
     """A stored turn ends `failed`; the turns behind it go on without it."""
-    async with world(tmp_path, engine=manual()) as made:
+    async with world(tmp_path, engine=FakeEngine(auto=False)) as made:
         conversation = (await made.hub.create_conversation(ALICE, {}))["id"]
         await made.create(ask("a", conversation=conversation, max_output_tokens=1))
         _, bad = await made.create(ask(REFUSED, conversation=conversation))
@@ -236,218 +231,6 @@ async def test_what_the_engine_refuses_fails_with_its_code(tmp_path: Path) -> No
         assert done.response["usage"]["input_tokens"] == 5
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 3])
-async def test_cancelling_a_running_response(tmp_path: Path, num_steps: int) -> None:
-    """Cancel ends it within a step, keeps what was said, and is idempotent."""
-    async with world(tmp_path, engine=manual()) as made:
-        opened, listener = await made.create(ask("a", h_ignore_eos=True))
-        await until_submitted(made, 1)
-        for _ in range(num_steps):
-            made.engine.step()
-        cancelling = asyncio.create_task(made.hub.cancel(ALICE, opened.response_id))
-        again = asyncio.create_task(made.hub.cancel(ALICE, opened.response_id))
-        await made.engine.until(lambda: any(isinstance(m, Cancel) for m in made.engine.sent))
-        made.engine.step()
-        response = await cancelling
-        assert response == await again == await made.hub.cancel(ALICE, opened.response_id)
-        assert kind(listener.events[-1]) == "response.incomplete"
-        assert response["status"] == "cancelled" and response == listener.response
-        assert response["usage"]["output_tokens"] == num_steps
-        assert made.engine.running == []
-
-
-async def test_cancelling_a_queued_response(tmp_path: Path) -> None:
-    """A turn that has not begun ends at once; the others keep their places."""
-    async with world(tmp_path, engine=manual()) as made:
-        conversation = (await made.hub.create_conversation(ALICE, {}))["id"]
-        _, first = await made.create(ask("a", conversation=conversation, max_output_tokens=1))
-        queued, listener = await made.create(ask("b", conversation=conversation))
-        _, third = await made.create(ask("c", conversation=conversation, max_output_tokens=1))
-        response = await made.hub.cancel(ALICE, queued.response_id)
-        assert response["status"] == "cancelled" and listener.is_done and not first.is_done
-        made.engine.auto = True
-        made.engine.resume_reading()
-        await third.wait_done()
-        assert "[b]" not in prompt_text(made.engine.submits[-1])
-
-
-async def test_cancelling_before_the_engine_is_up(tmp_path: Path) -> None:
-    """Without an engine a cancelled response ends right away."""
-    engine = manual()
-    async with world(tmp_path, engine=engine) as made:
-        engine.restarts = False
-        engine.die()
-        opened, listener = await made.create(ask("a"))
-        assert (await made.hub.cancel(ALICE, opened.response_id))["status"] == "cancelled"
-        assert listener.response["usage"]["output_tokens"] == 0
-
-
-async def test_a_finish_that_races_a_cancel_ends_once(tmp_path: Path) -> None:
-    """When the engine had finished already, there is still exactly one terminal event."""
-    async with world(tmp_path, engine=manual()) as made:
-        opened, listener = await made.create(ask("a", max_output_tokens=1, h_ignore_eos=True))
-        await until_submitted(made, 1)
-        made.engine.step()  # its finish is on the way
-        response = await made.hub.cancel(ALICE, opened.response_id)
-        made.engine.step()
-        assert listener.is_done and response["usage"]["output_tokens"] == 1
-        terminal = [e for e in listener.events if kind(e).endswith(("completed", "incomplete"))]
-        assert len(terminal) == 1
-
-
-async def test_a_cancelled_turn_stays_out_of_its_conversation(tmp_path: Path) -> None:
-    """The conversation goes on without it; naming it as the parent includes what it said."""
-    async with world(tmp_path, engine=manual()) as made:
-        engine = made.engine
-        conversation = (await made.hub.create_conversation(ALICE, {}))["id"]
-        cut, listener = await made.create(ask("a", conversation=conversation, h_ignore_eos=True))
-        await until_submitted(made, 1)
-        engine.step()
-        await listener.wait_for(5)
-        engine.auto = True
-        await made.hub.cancel(ALICE, cut.response_id)
-        await made.say("b", conversation=conversation)
-        assert prompt_text(engine.submits[-1]) == "<>[b]"
-        fork = await made.say("c", previous_response_id=cut.response_id)
-        assert fork.response["conversation"]["id"] != conversation
-        assert prompt_text(engine.submits[-1]) == f"<>[a]{listener.text}[c]"
-        assert EOS not in unpack_ids(engine.submits[-1].prompt_ids)
-
-
-async def test_following_replays_and_attaches_in_one_step(tmp_path: Path) -> None:
-    """At every point, a new follower gets each event exactly once."""
-    async with world(tmp_path, engine=manual()) as made:
-        opened, whole = await made.create(ask("a", h_ignore_eos=True, max_output_tokens=6))
-        await until_submitted(made, 1)
-        followers: list[tuple[int, Listener]] = []
-        while not whole.is_done:
-            for after in (None, len(whole.events) // 2, len(whole.events) - 1):
-                listener = Listener()
-                followed = await made.hub.follow(
-                    ALICE, opened.response_id, starting_after=after, follower=listener, scope=None
-                )
-                start = 0 if after is None else after + 1
-                assert followed.next_sequence_number == start and followed.recovered
-                followers.append((start, listener))
-            made.engine.step()
-            await asyncio.sleep(0)
-        for start, listener in followers:
-            await listener.wait_done()
-            assert listener.events == whole.events[start:]
-
-
-async def test_a_finished_response_is_replayed_from_its_tokens(tmp_path: Path) -> None:
-    """After the end the same events come from the journal, from any number on."""
-    async with world(tmp_path) as made:
-        whole = await made.say("a")
-        response_id = whole.response["id"]
-        for start in range(len(whole.events) + 1):
-            listener = Listener()
-            followed = await made.hub.follow(
-                ALICE, response_id, starting_after=start - 1, follower=listener, scope=None
-            )
-            assert followed.next_sequence_number == start
-            assert listener.events == whole.events[start:]
-
-
-async def test_unfollowing_stops_the_events_and_nothing_else(tmp_path: Path) -> None:
-    """The response goes on for the others."""
-    async with world(tmp_path, engine=manual()) as made:
-        opened, one = await made.create(ask("a", max_output_tokens=3, h_ignore_eos=True))
-        two = Listener()
-        await made.hub.follow(
-            ALICE, opened.response_id, starting_after=None, follower=two, scope=None
-        )
-        made.hub.unfollow(opened.response_id, one)
-        made.engine.auto = True
-        made.engine.resume_reading()
-        await two.wait_done()
-        assert len(one.events) == 2 and two.is_done
-
-
-@pytest.mark.parametrize("policy", ["continue", "cancel", "pause"])
-async def test_on_disconnect(tmp_path: Path, policy: str) -> None:
-    """What nobody follows any more goes on, is cancelled, or parks until it is resumed."""
-    async with world(tmp_path, engine=manual()) as made:
-        socket = Socket()
-        opened, gone = await made.create(
-            ask("a", h_on_disconnect=policy, max_output_tokens=4, h_ignore_eos=True), scope=socket
-        )
-        await until_submitted(made, 1)
-        made.engine.step()
-        await gone.wait_for(5)
-        made.hub.disconnected(socket)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        seen = len(gone.events)
-        made.engine.auto = True
-        made.engine.resume_reading()
-        if policy == "pause":
-            assert isinstance(made.engine.sent[-1], Park)
-            assert made.hub.stats().num_responses == {"parked": 1}
-            assert made.hub.stats().num_sessions["parked"] == 1
-        else:
-            response = await made.hub.wait_done(ALICE, opened.response_id)
-            assert response["status"] == ("cancelled" if policy == "cancel" else "incomplete")
-        back = Listener()
-        await made.hub.follow(
-            ALICE, opened.response_id, starting_after=seen - 1, follower=back, scope=None
-        )
-        await back.wait_done()
-        assert len(gone.events) == seen
-        assert back.events[0].sequence_number == seen
-        if policy != "cancel":
-            assert back.response["usage"]["output_tokens"] == 4
-
-
-@pytest.mark.parametrize("order", ["paused, then asked", "asked, then paused"])
-async def test_a_paused_turn_goes_on_when_a_later_one_waits_for_it(
-    tmp_path: Path, order: str
-) -> None:
-    """A turn behind it needs its end: a pause lasts until somebody wants to go on."""
-    async with world(tmp_path, engine=manual()) as made:
-        socket = Socket()
-        pausing = {"h_on_disconnect": "pause", "max_output_tokens": 4, "h_ignore_eos": True}
-        conversation = (await made.hub.create_conversation(ALICE, {}))["id"]
-        paused, _ = await made.create(ask("a", conversation=conversation, **pausing), scope=socket)
-        await made.create(ask("b", conversation=conversation, **pausing), scope=socket)
-        await until_submitted(made, 1)
-        later = ask("c", conversation=conversation)
-        if order == "asked, then paused":
-            _, listener = await made.create(later, scope=Socket())
-            made.hub.disconnected(socket)
-        else:
-            made.hub.disconnected(socket)
-            await made.engine.until(lambda: isinstance(made.engine.sent[-1], Park))
-            assert made.hub.stats().num_responses == {"parked": 2}
-            _, listener = await made.create(later, scope=Socket())
-        made.engine.auto = True
-        made.engine.resume_reading()
-        await listener.wait_done()
-        assert (await made.hub.get(ALICE, paused.response_id))["usage"]["output_tokens"] == 4
-        assert [prompt_text(submit)[-3:] for submit in made.engine.submits] == ["[a]", "[b]", "[c]"]
-
-
-async def test_another_follower_keeps_a_response_going(tmp_path: Path) -> None:
-    """`on_disconnect` applies only when the last follower has gone."""
-    async with world(tmp_path, engine=manual()) as made:
-        first, second = Socket(), Socket()
-        opened, _ = await made.create(ask("a", h_on_disconnect="cancel"), scope=first)
-        follower = Listener()
-        await made.hub.follow(
-            ALICE, opened.response_id, starting_after=None, follower=follower, scope=second
-        )
-        made.hub.disconnected(first)
-        await until_submitted(made, 1)
-        made.engine.step()
-        await follower.wait_for(5)
-        assert (await made.hub.get(ALICE, opened.response_id))["status"] == "in_progress"
-        made.hub.disconnected(second)
-        made.engine.auto = True
-        response = await made.hub.wait_done(ALICE, opened.response_id)
-        assert response["status"] == "cancelled"
-
-
 async def test_logprobs_come_back_from_the_journal(tmp_path: Path) -> None:
     """Logprobs are stored with the tokens: a replay carries the same."""
     async with world(tmp_path) as made:
@@ -465,7 +248,7 @@ async def test_logprobs_come_back_from_the_journal(tmp_path: Path) -> None:
 async def test_logprobs_bound_an_answer_that_has_no_bound_of_its_own(tmp_path: Path) -> None:
     """A response carries so many logprobs and no more: it ends there as out of tokens."""
     logprobs = ("message.output_text.logprobs",)
-    async with world(tmp_path, engine=manual()) as made:
+    async with world(tmp_path, engine=FakeEngine(auto=False)) as made:
         await made.create(ask("a", include=logprobs, top_logprobs=20, max_output_tokens=None))
         await made.create(ask("b", top_logprobs=20, max_output_tokens=None))
         bounded, free = await until_submitted(made, 2)

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from hillstar.engine.messages import unpack_ids
+from hillstar.engine.messages import Submit, unpack_ids
 from hillstar.server.errors import ApiError
 from hillstar.server.events import Event, TextDelta
 from hillstar.server.hub import Hub, HubLimits
@@ -174,9 +174,19 @@ async def world(
         await made.hub.close()
 
 
+async def until_submitted(made: World, num: int) -> list[Submit]:
+    """Wait until the engine was given so many sequences in all."""
+    await made.engine.until(lambda: len(made.engine.submits) >= num)
+    return made.engine.submits
+
+
+def prompt_text(submit: Submit) -> str:
+    return "".join(map(chr, unpack_ids(submit.prompt_ids)))
+
+
 def last_prompt(made: World) -> str:
     """The text of the last prompt that the engine was given."""
-    return "".join(map(chr, unpack_ids(made.engine.submits[-1].prompt_ids)))
+    return prompt_text(made.engine.submits[-1])
 
 
 def holds(data_dir: Path, data: bytes) -> bool:
