@@ -15,7 +15,7 @@ from aiohttp.http import HttpProcessingError
 
 from hillstar.server.errors import ApiError, internal_error
 from hillstar.server.front import Front
-from hillstar.server.middleware import error_answer, http_error
+from hillstar.server.middleware import SERVER, error_answer, http_error
 from hillstar.server.routes import build_app
 
 KEEPALIVE_S = 75.0  # of an idle HTTP connection
@@ -113,6 +113,7 @@ class _HttpConnection(web.RequestHandler):
         else:
             error = internal_error()
         answer = error_answer(error)
+        answer.headers["Server"] = SERVER
         answer.force_close()
         return answer
 

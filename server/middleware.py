@@ -18,6 +18,7 @@ from hillstar.server.logs import current_request_id
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
+SERVER = "hillstar"
 
 _GIVEN_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -64,7 +65,7 @@ def response_headers(
     """The signal that gives each answer its request id, and listed pages their CORS headers."""
 
     async def prepare(request: web.Request, response: web.StreamResponse) -> None:
-        response.headers["Server"] = "hillstar"
+        response.headers["Server"] = SERVER
         response.headers[REQUEST_ID] = current_request_id.get()
         origin = request.headers.get("Origin")
         if origin is None:

@@ -36,6 +36,7 @@ class EngineMonitor:
         return msgspec.structs.replace(self._last, **self._totals())
 
     def engine_loading(self, done: int, total: int) -> None:
+        self.state = "starting"
         self.loading = (done, total)
 
     def engine_up(self, ready: Ready) -> None:

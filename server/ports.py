@@ -13,7 +13,8 @@ from hillstar.server.errors import ApiError
 from hillstar.server.events import Event, TextDelta
 
 EngineState = Literal["starting", "ready", "down", "failed"]
-"""down: it died, another is started. failed: so too, but those that start cannot, or only die."""
+"""starting: it loads. down: it died, another will be started. failed: so too, but the last ones
+could not start."""
 
 
 @dataclass(frozen=True, slots=True)

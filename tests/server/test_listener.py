@@ -48,6 +48,7 @@ async def test_refusals_below_http_are_typed(
     async with fake_hub_server() as running:
         found, headers, body = await raw_answer(running.url, data)
     assert found == status
+    assert headers["server"] == "hillstar"
     assert headers["content-type"].startswith("application/json")
     error = json.loads(body)["error"]
     assert error.keys() == {"type", "code", "message", "param"}
