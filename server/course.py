@@ -211,15 +211,16 @@ class Course:
         turn = self._running
         if turn is None or turn.sequence is not sequence:
             return
+        stream = turn.stream
         if output.token_ids:
-            events = turn.stream.push(output.first_token, output.token_ids, output.logprobs)
+            events = stream.push(output.first_token, output.token_ids, output.logprobs)
             if events:
                 turn.emit(events)
         if output.finish is not None:
             self._finished(turn, output.finish)
-        elif turn.stream.stopped_at is not None:
+        elif stream.stopped_at is not None:
             # Wait for the engine's finish: it knows the usage. What it says meanwhile is lost.
-            self._services.sequences.cancel(sequence, keep_tokens=turn.stream.stopped_at)
+            self._services.sequences.cancel(sequence, keep_tokens=stream.stopped_at)
 
     def _finished(self, turn: LiveTurn, finish: Finish) -> None:
         """The engine has ended the sequence."""

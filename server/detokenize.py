@@ -58,9 +58,10 @@ class IncrementalDecoder:
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes; "" for a special or unknown token."""
-        if not 0 <= token_id < len(self._texts):
+        try:
+            text = self._texts[token_id]
+        except IndexError:
             return ""
-        text = self._texts[token_id]
         if text is None or (self._is_inside_character and text):
             text = self._utf8.decode(self._table.encoded[token_id])
             self._is_inside_character = bool(self._utf8.getstate()[0])
@@ -76,7 +77,7 @@ class IncrementalDecoder:
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for; a special one: its name."""
         encoded = self._table.encoded
-        return encoded[token_id] if 0 <= token_id < len(encoded) else b""
+        return encoded[token_id] if token_id < len(encoded) else b""
 
     def _strip(self, text: str) -> str:
         """Take the leading spaces off the first text; only the very start has any to lose."""

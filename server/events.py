@@ -117,6 +117,7 @@ class ResponseStream:
         self.stopped_at: int | None = None
         self._turn = turn
         self._decoder = decoder
+        self._decode = decoder.push
         options = turn.request.hillstar
         self._stops = StopMatcher(options.stop) if options.stop else None
         self._first_stop_token = options.min_tokens  # as with EOS, none may stop it before
@@ -151,33 +152,29 @@ class ResponseStream:
     ) -> list[Event | TextDelta]:
         """Take output tokens `first_token …`; the new events. Tokens taken before are skipped; a
         gap is a bug."""
-        assert self.log, "a stream is opened before its tokens"
+        log, num_tokens = self.log, self.num_tokens
+        start = len(log)
+        assert start, "a stream is opened before its tokens"
         assert self._end is None, "a stream that ended takes no tokens"
         if self.stopped_at is not None:
             return []
-        num_tokens, start = self.num_tokens, len(self.log)
         if first_token != num_tokens:
-            skip = num_tokens - first_token
-            assert skip >= 0, f"output tokens {num_tokens} to {first_token} are missing"
-            token_ids = token_ids[skip:]
-            logprobs = None if logprobs is None else logprobs[skip:]
-        if not self._wants_logprobs:
-            logprobs = None
-        stops, decode = self._stops, self._decoder.push
-        for i, token_id in enumerate(token_ids):
-            text = decode(token_id)
+            assert first_token < num_tokens, f"tokens {num_tokens} to {first_token} are missing"
+            token_ids = token_ids[num_tokens - first_token :]
+        for token_id in token_ids:
+            text = self._decode(token_id)
+            if logprobs is not None and self._wants_logprobs:
+                its = logprobs[num_tokens - first_token]
+                self._uncovered_logprobs.append(self._logprob(token_id, its))
             num_tokens += 1
-            if logprobs is not None:
-                self._uncovered_logprobs.append(self._logprob(token_id, logprobs[i]))
-            if stops is not None and num_tokens > self._first_stop_token:
-                text = stops.push(text)
+            if self._stops is not None:
+                text = self._until_stop(text, num_tokens)
             if text:
                 self._add_delta(text, num_tokens)
-            if stops is not None and stops.stopped:
-                self.stopped_at = num_tokens
+            if self.stopped_at is not None:
                 break
         self.num_tokens = num_tokens
-        return self.log[start:]
+        return log[start:]
 
     def finish(self, end: TurnEnd) -> list[Event | TextDelta]:
         """End the response; the last events, of which the last is terminal. Called once, last."""
@@ -201,6 +198,15 @@ class ResponseStream:
         """OpenAI's response object as of now (in progress, or ended)."""
         output = [self._item()] if self._item_is_open else []
         return response_object(self._turn, self._end, output, self.num_tokens)
+
+    def _until_stop(self, text: str, num_tokens: int) -> str:
+        """What is certain to be output, now that the last of `num_tokens` tokens gave `text`."""
+        assert self._stops is not None, "this is for responses with stop strings"
+        if num_tokens > self._first_stop_token:
+            text = self._stops.push(text)
+            if self._stops.stopped:
+                self.stopped_at = num_tokens
+        return text
 
     def _tail(self) -> str:
         """The text that the decoder and the stop matcher still hold."""

@@ -72,6 +72,7 @@ class LaneFollower:
         "_error",
         "_has_ended",
         "_held",
+        "_outbox",
         "_sender",
         "number",
         "response_id",
@@ -80,6 +81,7 @@ class LaneFollower:
 
     def __init__(self, sender: Sender, board: Board, stream_id: str | None, number: int) -> None:
         self._sender = sender
+        self._outbox = sender.outbox
         self._board = board
         self.stream_id = stream_id
         self.number = number  # the response's number on this socket
@@ -98,12 +100,11 @@ class LaneFollower:
         if self._held is not None:
             self._held.extend(events)
             return
-        sender = self._sender
         for event in events:
             if isinstance(event, TextDelta):
-                sender.outbox.put_delta(event, self)
+                self._outbox.put_delta(event, self)
             else:
-                sender.send_event(self, event)
+                self._sender.send_event(self, event)
                 if event.type in TERMINAL_TYPES:
                     self.abandon()
 

@@ -157,7 +157,7 @@ class Outbox:
         if frames:
             self._leaving = []
             try:
-                self._sink.send(frames[0] if len(frames) == 1 else b"".join(frames))
+                self._sink.send(b"".join(frames))
             except ConnectionError:
                 self.stop()
             if self._sink.is_full:

@@ -7,6 +7,7 @@ also those whose owner has not handled them yet.
 """
 
 import logging
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +26,6 @@ from hillstar.engine.messages import (
     TokenLogprobs,
     Unpark,
     Usage,
-    pack_ids,
 )
 from hillstar.server.engineport import Engine
 from hillstar.server.journal import Journal
@@ -228,7 +228,7 @@ class SequenceTable:
     def _take(self, sequence: Sequence, output: Output, rows: list[TokenRow]) -> None:
         """Add its tokens to what it has said, and to what the journal has to store."""
         token_ids, logprobs, finish = output.token_ids, output.logprobs, output.finish
-        ids = token_ids[0].to_bytes(4, "little") if len(token_ids) == 1 else pack_ids(token_ids)
+        ids = array("i", token_ids).tobytes()  # as `pack_ids`, where there are few
         sequence.output_ids += ids
         if logprobs is not None:
             sequence.logprobs += logprobs
