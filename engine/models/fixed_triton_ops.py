@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from hillstar.engine.models.config import ModelConfig
-from hillstar.engine.models.ops import Head, Read, Residual, Write
+from hillstar.engine.models.ops import Head, Read, Write
 from hillstar.engine.models.weights import Matrix
 from hillstar.kernels.linear_fixed import fixed_gate_up_swiglu, fixed_linear
 from hillstar.kernels.norm import rms_norm
@@ -24,30 +24,29 @@ class FixedTritonOps:
         self.residual_dtype = embedding.dtype
 
     def read(self, norm: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> Read:
-        def product(residual: Residual) -> tuple[torch.Tensor, Residual]:
-            return self._linear(self._normed(residual, norm), weight.values, bias=bias), residual
+        def product(residual: torch.Tensor) -> torch.Tensor:
+            return self._linear(self._normed(residual, norm), weight.values, bias=bias)
 
         return product
 
     def read_glu(self, norm: torch.Tensor, gate_up: Matrix) -> Read:
-        def product(residual: Residual) -> tuple[torch.Tensor, Residual]:
-            return fixed_gate_up_swiglu(self._normed(residual, norm), gate_up.values), residual
+        def product(residual: torch.Tensor) -> torch.Tensor:
+            return fixed_gate_up_swiglu(self._normed(residual, norm), gate_up.values)
 
         return product
 
     def write(self, weight: Matrix) -> Write:
-        def add(x: torch.Tensor, residual: Residual) -> Residual:
-            return Residual(self._linear(x, weight.values, residual=residual.total))
+        def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+            return self._linear(x, weight.values, residual=residual)
 
         return add
 
     def head(self, norm: torch.Tensor, weight: torch.Tensor) -> Head:
-        def logits(residual: Residual) -> torch.Tensor:
+        def logits(residual: torch.Tensor) -> torch.Tensor:
             normed = self._normed(residual, norm)
             return self._linear(normed, weight, out_dtype=torch.float32)
 
         return logits
 
-    def _normed(self, residual: Residual, norm: torch.Tensor) -> torch.Tensor:
-        assert residual.added is None, "sums are whole here"
-        return rms_norm(residual.total, norm, self._eps)[0]
+    def _normed(self, residual: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        return rms_norm(residual, norm, self._eps)[0]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hillstar.engine.models.config import ModelConfig
-from hillstar.engine.models.ops import Attend, Head, HeadNorms, Ops, Read, Residual, Write
+from hillstar.engine.models.ops import Attend, Head, HeadNorms, Ops, Read, Write
 from hillstar.engine.models.weights import LayerWeights, Weights
 
 
@@ -60,18 +60,16 @@ class Decoder:
         token_ids: int64 `[T]`, as fed (no -1). sampled: int64 `[S]`, indices of those tokens;
         None: all of them. attend: the step's attention.
         """
-        embedded = F.embedding(token_ids, self._embedding).to(self._residual_dtype)
-        residual = Residual(embedded)
+        residual = F.embedding(token_ids, self._embedding).to(self._residual_dtype)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            qkv, residual = layer.qkv(residual)
+            qkv = layer.qkv(residual)
             # A product may come back transposed; attention needs each head in one piece.
             heads = qkv.contiguous().view(len(token_ids), -1, self._head_dim)
             attended = attend(index, heads, layer.head_norms)
             if index == last and sampled is not None:
                 # From here on every token is on its own: only sampled ones matter.
-                attended, residual = attended[sampled], residual.select(sampled)
+                attended, residual = attended[sampled], residual[sampled]
             residual = layer.o(attended, residual)
-            mixed, residual = layer.glu(residual)
-            residual = layer.down(mixed, residual)
+            residual = layer.down(layer.glu(residual), residual)
         return self._head(residual)

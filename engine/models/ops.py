@@ -6,48 +6,29 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from hillstar.engine.models.weights import Matrix
 
-
-class Residual(NamedTuple):
-    """The sum that runs through the layers, `[T, hidden]`, of `Ops.residual_dtype`."""
-
-    total: torch.Tensor
-    added: torch.Tensor | None = None
-    """Of the weights' dtype: the last product, where it is cheapest added by the norm that reads
-    the sum next."""
-
-    def select(self, tokens: torch.Tensor) -> "Residual":
-        """Of some tokens only: int64 indices."""
-        added = None if self.added is None else self.added[tokens]
-        return Residual(self.total[tokens], added)
-
-
-class Read(Protocol):
-    """A weight matrix, in the layout that the device multiplies fastest, and the norm before it:
-    RMSNorm with its weight, x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and
-    Sennrich 2019, arXiv 1910.07467)."""
-
-    def __call__(self, residual: Residual) -> tuple[torch.Tensor, Residual]:
-        """The product with the norm of the sum, `[T, out_features]`, and the sum, nothing apart
-        any more."""
-        ...
+Read = Callable[[torch.Tensor], torch.Tensor]
+"""The product of a weight matrix, in the layout that the device multiplies fastest, with the norm
+of the residual, `[T, out_features]`: RMSNorm with its weight, x / sqrt(mean(x^2) + eps) * weight
+over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467)."""
 
 
 class Write(Protocol):
-    """A weight matrix whose product joins the sum."""
+    """A weight matrix whose product is added to the residual."""
 
-    def __call__(self, x: torch.Tensor, residual: Residual) -> Residual:
-        """x: `[T, in_features]`; residual: as a `Read` gave it; may be overwritten."""
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The sum. x: `[T, in_features]`; residual: `[T, out_features]`, may be overwritten."""
         ...
 
 
-Head = Callable[[Residual], torch.Tensor]
-"""Logits: float32 `[T, vocab]`, the best ones not rounded to the weights' dtype."""
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""Logits from the residual: float32 `[T, vocab]`, the best ones not rounded to the weights'
+dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +62,22 @@ class Ops(Protocol):
 
     @property
     def residual_dtype(self) -> torch.dtype:
-        """Of the sum that runs through the layers."""
+        """Of the residual: the sum that runs through the layers, `[T, hidden]`."""
         ...
 
     def read(self, norm: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> Read:
-        """norm(sum) @ weight.T, plus the bias if there is one."""
+        """norm(residual) @ weight.T, plus the bias if there is one."""
         ...
 
     def read_glu(self, norm: torch.Tensor, gate_up: Matrix) -> Read:
-        """silu(gate(x)) * up(x) of x = norm(sum) (Shazeer 2020, arXiv 2002.05202).
+        """silu(gate(x)) * up(x) of x = norm(residual) (Shazeer 2020, arXiv 2002.05202).
 
         gate_up: `[2 * out_features, in_features]`, gate rows first.
         """
         ...
 
     def write(self, weight: Matrix) -> Write:
-        """sum + x @ weight.T."""
+        """residual + x @ weight.T."""
         ...
 
     def head(self, norm: torch.Tensor, weight: torch.Tensor) -> Head:

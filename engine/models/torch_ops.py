@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from hillstar.engine.attention import PagedAttention
 from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.models.config import ModelConfig
-from hillstar.engine.models.ops import Attend, Head, HeadNorms, Read, Residual, Write
+from hillstar.engine.models.ops import Attend, Head, HeadNorms, Read, Write
 from hillstar.engine.models.rope import rope_table
 from hillstar.engine.models.weights import Matrix
 from hillstar.engine.plan import Batch
@@ -63,20 +63,20 @@ class TorchOps:
     def write(self, weight: Matrix) -> Write:
         multiply = self._product(weight)
 
-        def add(x: torch.Tensor, residual: Residual) -> Residual:
+        def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
             # Faster than in place where the product is transposed.
-            return Residual(residual.total + multiply(x))
+            return residual + multiply(x)
 
         return add
 
     def head(self, norm: torch.Tensor, weight: torch.Tensor) -> Head:
         normed = self._norm(norm)
         multiply = _head(weight, self._product(Matrix(weight)))
-        return lambda residual: multiply(normed(residual.total))
+        return lambda residual: multiply(normed(residual))
 
     def _read(self, norm: torch.Tensor, product: Product) -> Read:
         normed = self._norm(norm)
-        return lambda residual: (product(normed(residual.total)), residual)
+        return lambda residual: product(normed(residual))
 
     def attention(self, cache: KVCache) -> Callable[[Batch], Attend]:
         """Attention over a cache; called with a batch, it prepares what the layers of a step

@@ -8,7 +8,7 @@ import torch
 
 from hillstar.engine.kv.cache import KVCache
 from hillstar.engine.models.config import ModelConfig
-from hillstar.engine.models.ops import Attend, Head, HeadNorms, Read, Residual, Write
+from hillstar.engine.models.ops import Attend, Head, HeadNorms, Read, Write
 from hillstar.engine.models.rope import rope_table
 from hillstar.engine.models.weights import Matrix
 from hillstar.kernels.attention import paged_attention
@@ -41,31 +41,24 @@ class TritonOps:
         matrix = weight.values
         num_outputs, num_inputs = matrix.shape
 
-        def add(x: torch.Tensor, residual: Residual) -> Residual:
-            total = residual.total
+        def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
             tuning = choose_tuning(len(x), num_outputs, num_inputs, itemsize=x.itemsize)
             if tuning is None:  # in place: cuBLAS would copy the sum before it adds to it
-                return Residual(total.addmm_(x, matrix.T))
-            out = linear(x, matrix, residual=total, tuning=tuning, counters=self._counters)
-            return Residual(out)
+                return residual.addmm_(x, matrix.T)
+            return linear(x, matrix, residual=residual, tuning=tuning, counters=self._counters)
 
         return add
 
     def head(self, norm: torch.Tensor, weight: torch.Tensor) -> Head:
         product = partial(linear, weight=weight, out_dtype=torch.float32)
-        return lambda residual: self._read(norm, product, residual)[0]
+        return partial(self._read, norm, product)
 
     def _read(
-        self, norm: torch.Tensor, product: Callable[..., torch.Tensor], residual: Residual
-    ) -> tuple[torch.Tensor, Residual]:
-        total, added = residual
-        if added is not None:
-            normed, total = rms_norm(added, norm, self._eps, total)
-        elif folds_norm(len(total)):
-            return product(total, norm_weight=norm, eps=self._eps), residual
-        else:
-            normed, _ = rms_norm(total, norm, self._eps)
-        return product(normed), Residual(total)
+        self, norm: torch.Tensor, product: Callable[..., torch.Tensor], residual: torch.Tensor
+    ) -> torch.Tensor:
+        if folds_norm(len(residual)):
+            return product(residual, norm_weight=norm, eps=self._eps)
+        return product(rms_norm(residual, norm, self._eps)[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
