@@ -8,7 +8,8 @@ slower than the host anyway.
 Block tables live on the device, one for each row; a step uploads only the entries it adds.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -32,6 +33,8 @@ _FEW_ROWS = 4
 # A short prefill: a session's next turn, which begins with the last token of the one before.
 _TURN_TOKENS = (32, 64, 80, 128, 256)
 _TURN_ROWS = (1, 8)
+_PREFILL_TOKENS = 512  # of a step that has no graph
+_NUM_COMPILERS = 8  # threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,29 +226,45 @@ class CudaForward:
         return self._decoder.forward(token_ids, sampled, attend)
 
     @torch.inference_mode()
-    def _capture_all(self, shapes: Iterable[Shape]) -> tuple["_Graph", ...]:
+    def _capture_all(self, shapes: Sequence[Shape]) -> tuple["_Graph", ...]:
         """The largest first, so that the others find their memory in its."""
+        self._compile(shapes)
         pool = torch.cuda.graph_pool_handle()
-        graphs = [self._capture(shape, pool) for shape in reversed(tuple(shapes))]
+        graphs = [self._capture(shape, pool) for shape in reversed(shapes)]
         return tuple(reversed(graphs))
 
-    def _capture(self, shape: Shape, pool: Any) -> "_Graph":
-        idle = _padded(np.empty(0), 4 * shape.num_tokens + 4 * shape.num_rows + 1, 0)
-        packed = to_device(idle, self._device)
-        inputs = StepInputs.of(packed, shape)
-        inputs.slots.fill_(-1)
+    def _compile(self, shapes: Sequence[Shape]) -> None:
+        """Run every shape once, and a prefill that has no graph: that compiles kernels, several at
+        a time, and lets libraries allocate, which a capture forbids.
 
-        def body() -> torch.Tensor:
-            return self._body(inputs, shape, shape.num_rows)
-
+        All on one stream: what kernels share (counters) belongs to it, and so does the order.
+        """
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            body()  # compiles kernels and lets libraries allocate, which a capture forbids
+
+        def run(shape: Shape) -> None:
+            with torch.inference_mode(), torch.cuda.stream(stream):
+                self._body(StepInputs.of(self._idle(shape), shape), shape, shape.num_rows)
+
+        prefill = Shape(_PREFILL_TOKENS, 1, _PREFILL_TOKENS, shapes[-1].max_context_len)
+        with ThreadPoolExecutor(_NUM_COMPILERS) as threads:
+            list(threads.map(run, (prefill, *shapes)))
         torch.cuda.current_stream().wait_stream(stream)
+
+    def _idle(self, shape: Shape) -> torch.Tensor:
+        """Inputs of a step that does nothing."""
+        packed = torch.zeros(
+            4 * shape.num_tokens + 4 * shape.num_rows + 1, dtype=torch.int32, device=self._device
+        )
+        StepInputs.of(packed, shape).slots.fill_(-1)
+        return packed
+
+    def _capture(self, shape: Shape, pool: Any) -> "_Graph":
+        packed = self._idle(shape)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            logits = body()
+        # Other threads may be loading weights: what they do on their streams is no concern of it.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            logits = self._body(StepInputs.of(packed, shape), shape, shape.num_rows)
         return _Graph(shape, graph, packed, logits)
 
 

@@ -25,7 +25,7 @@ from hillstar.engine.framing import decode_config
 from hillstar.engine.loop import FLUSH_S
 from hillstar.engine.messages import Failed, Loading
 from hillstar.engine.models.config import ModelConfig
-from hillstar.engine.models.load import load_weights
+from hillstar.engine.models.load import begin_loading
 
 log = logging.getLogger(__name__)
 
@@ -77,18 +77,21 @@ def _start(config: EngineConfig, channel: SocketChannel) -> Engine:
     if config.device == "cpu":
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = ModelConfig.from_dir(config.model_dir)
-    weights = load_weights(
+    with begin_loading(
         config.model_dir,
         model,
         dtype=getattr(torch, config.dtype),
         device=config.device,
         progress=_progress(channel),
-    )
-    return assemble(config, model, weights, inbox=channel, outbox=channel)
+    ) as loading:
+        engine = assemble(config, model, loading.weights, inbox=channel, outbox=channel)
+        loading.wait()
+    return engine
 
 
 def _progress(channel: SocketChannel) -> Callable[[int, int], None]:
-    """Tells the server how far loading is, a few times a second and at the end."""
+    """Tells the server how far loading is, a few times a second and at the end. Whichever thread
+    calls it has the channel to itself: the engine says nothing before it is loaded."""
     next_s = 0.0
 
     def report(done: int, total: int) -> None:

@@ -1,8 +1,9 @@
 """Safetensors -> `Weights`, each byte copied once.
 
 Every file's header is read and checked against the architecture before memory is allocated;
-then each tensor is copied from the memory-mapped file into its place in a fused matrix,
-converting its dtype on the way. Nothing is ever unpickled.
+then each tensor is copied into its place in a fused matrix, converting its dtype on the way: from
+the memory-mapped file on a CPU, by threads in the background on a GPU (`load_cuda`). Nothing is
+ever unpickled.
 """
 
 import json
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.errors import ModelError
+from hillstar.engine.models.load_cuda import Copy, Filling
 from hillstar.engine.models.q4 import (
     Q4Groups,
     Q4Matrix,
@@ -57,6 +59,28 @@ class _Stored:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Weights of which the values may still be on their way."""
+
+    weights: Weights
+    _filling: Filling | None
+
+    def __enter__(self) -> "Loading":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the loading, complete or not."""
+        if self._filling is not None:
+            self._filling.stop()
+
+    def wait(self) -> Weights:
+        """The weights, when all values are there. Raises ModelError for a truncated file."""
+        if self._filling is not None:
+            self._filling.wait()
+        return self.weights
+
+
 def load_weights(
     model_dir: Path,
     config: ModelConfig,
@@ -65,7 +89,23 @@ def load_weights(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> Weights:
+    """`begin_loading`, and wait for its end."""
+    with begin_loading(model_dir, config, dtype=dtype, device=device, progress=progress) as loading:
+        return loading.wait()
+
+
+def begin_loading(
+    model_dir: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> Loading:
     """Read a model's parameters into memory on `device`, converted to `dtype`.
+
+    On a GPU this goes on in the background: addresses are final at once, values when `wait` has
+    returned. `progress` is called from other threads then, from one at a time.
 
     Tensors the architecture does not use are an error, except those that carry nothing (rotary
     tables, an output head that is tied to the embedding). Raises ModelError that names file,
@@ -79,12 +119,16 @@ def load_weights(
     reader = _Reader(stored, _q4(model_dir, dtype, device), memory, total, progress)
     top = _top_level(config)
     embedding = reader.required(top["embedding"])
-    return Weights(
+    weights = Weights(
         embedding=embedding,
         layers=tuple(_load_layer(reader, _layer(config, i)) for i in range(config.num_layers)),
         norm=reader.required(top["norm"]),
         lm_head=embedding if config.tie_word_embeddings else reader.required(top["lm_head"]),
     )
+    if device.type == "cpu":
+        return Loading(weights, None)
+    report = progress or (lambda done, total: None)
+    return Loading(weights, Filling(reader.copies, lambda done: report(done, total)))
 
 
 def _q4(model_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Q4Groups]:
@@ -181,7 +225,10 @@ def _aligned(num_elems: int, dtype: torch.dtype) -> int:
 
 
 class _Reader:
-    """Copies tensors out of memory-mapped files and counts the bytes; owns the open files."""
+    """Copies tensors out of memory-mapped files and counts the bytes; owns the open files.
+
+    On a GPU it only notes what is to be copied.
+    """
 
     def __init__(
         self,
@@ -197,6 +244,7 @@ class _Reader:
         self._done = 0
         self._total = total
         self._progress = progress
+        self.copies: list[Copy] = []
         self._files = {entry.file: _open(entry.file) for entry in stored.values()}
 
     def required(self, parts: _Parts) -> torch.Tensor:
@@ -207,10 +255,14 @@ class _Reader:
         row = 0
         for part in parts:
             stored = self._stored[part.name]
+            place = target[row : row + part.shape[0]]
+            row += part.shape[0]
+            if target.device.type != "cpu":
+                self.copies.append(Copy(stored.file, part.name, place))
+                continue
             file = self._files[stored.file]
             source = file.get_tensor(part.name)  # type: ignore[no-untyped-call]  # a mapped view
-            target[row : row + part.shape[0]].copy_(source)
-            row += part.shape[0]
+            place.copy_(source)
             self._done += stored.size_bytes
             if self._progress is not None:
                 self._progress(self._done, self._total)
