@@ -56,7 +56,7 @@ class Observer(Protocol):
         """Time from the acceptance of a response to its first output token."""
         ...
 
-    def itl(self, gaps_s: Sequence[float]) -> None:
+    def itl(self, gaps_s: Sequence[float], /) -> None:
         """What one step of the engine ended: for each of its responses the time between two
         batches of tokens, divided by the tokens."""
         ...
