@@ -16,7 +16,7 @@ from pathlib import Path
 import uvloop
 
 from hillstar.engine.config import EngineConfig
-from hillstar.server.app import wait_ready
+from hillstar.server.app import spare_collections, wait_ready
 from hillstar.server.auth import KeyRing
 from hillstar.server.bridge import ENGINE_COMMAND, Bridge
 from hillstar.server.config import ServerConfig
@@ -62,6 +62,7 @@ async def serve(options: argparse.Namespace) -> None:
     try:
         await hub.start()
         await listener.start()
+        spare_collections()
         await wait_ready(hub, lambda done, total: None)
         print(listener.url, flush=True)
         await asyncio.to_thread(sys.stdin.read)
