@@ -6,17 +6,15 @@ the memory-mapped file on a CPU, by threads in the background on a GPU (`load_cu
 ever unpickled.
 """
 
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from hillstar.engine.models.checkpoint import Stored, check, open_file, read_headers
 from hillstar.engine.models.config import ModelConfig
-from hillstar.engine.models.errors import ModelError
 from hillstar.engine.models.load_cuda import Copy, Filling
 from hillstar.engine.models.q4 import (
     Q4Groups,
@@ -31,10 +29,7 @@ from hillstar.engine.pages import zeros
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all, after each tensor."""
 
-_INDEX = "model.safetensors.index.json"
-_DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _ALIGNMENT_BYTES = 256
-_MAX_NAMES = 4  # names listed in one error
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +42,6 @@ class _Part:
 
 _Parts = tuple[_Part, ...]
 """Tensors stacked by rows into one parameter; none when the architecture lacks it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Where a tensor lies and what its file's header says of it."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +96,12 @@ def begin_loading(
     tables, an output head that is tied to the embedding). Raises ModelError that names file,
     tensor and shapes for a missing, surplus, misshapen or quantised tensor, or a broken file.
     """
-    stored = _read_headers(model_dir)
-    _check(model_dir, config, stored)
-    total = sum(stored[name].size_bytes for name in expected_shapes(config))
+    shapes = expected_shapes(config)
+    stored = read_headers(model_dir)
+    check(model_dir, config, shapes, stored)
+    total = sum(stored[name].size_bytes for name in shapes)
     device = torch.device(device)
-    memory = _Memory(expected_shapes(config).values(), dtype, device)
+    memory = _Memory(shapes.values(), dtype, device)
     reader = _Reader(stored, _q4(model_dir, dtype, device), memory, total, progress)
     top = _top_level(config)
     embedding = reader.required(top["embedding"])
@@ -232,7 +218,7 @@ class _Reader:
 
     def __init__(
         self,
-        stored: dict[str, _Stored],
+        stored: dict[str, Stored],
         q4: dict[str, Q4Groups],
         memory: "_Memory",
         total: int,
@@ -245,7 +231,7 @@ class _Reader:
         self._total = total
         self._progress = progress
         self.copies: list[Copy] = []
-        self._files = {entry.file: _open(entry.file) for entry in stored.values()}
+        self._files = {entry.file: open_file(entry.file) for entry in stored.values()}
 
     def required(self, parts: _Parts) -> torch.Tensor:
         """A parameter stacked from its parts in one allocation."""
@@ -278,96 +264,3 @@ class _Reader:
 
     def optional(self, parts: _Parts) -> torch.Tensor | None:
         return self.required(parts) if parts else None
-
-
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path}: is not a complete safetensors file ({error})") from error
-
-
-def _read_headers(model_dir: Path) -> dict[str, _Stored]:
-    """What each tensor of the checkpoint is, from the headers of its files."""
-    stored: dict[str, _Stored] = {}
-    for path in _files(model_dir):
-        file = _open(path)
-        for name in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 (not a dict)
-            view = file.get_slice(name)  # type: ignore[no-untyped-call]
-            shape, dtype = tuple(view.get_shape()), view.get_dtype()
-            if name in stored:
-                raise ModelError(f"{path}: tensor '{name}' is also in {stored[name].file.name}")
-            size_bytes = _DTYPE_BYTES.get(dtype, 0)
-            for extent in shape:
-                size_bytes *= extent
-            stored[name] = _Stored(path, shape, dtype, size_bytes)
-    return stored
-
-
-def _files(model_dir: Path) -> Iterator[Path]:
-    """The checkpoint's files: those of the index, else model.safetensors, else all there are."""
-    index = model_dir / _INDEX
-    single = model_dir / "model.safetensors"
-    if index.exists():
-        yield from _indexed_files(index)
-    elif single.exists():
-        yield single
-    else:
-        paths = sorted(model_dir.glob("*.safetensors"))
-        if not paths:
-            raise ModelError(
-                f"{model_dir}: holds no *.safetensors files"
-                " (pickled checkpoints such as pytorch_model.bin are never loaded)"
-            )
-        yield from paths
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index}: is not an index with a 'weight_map' ({error!r})") from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ModelError(f"{index}: {name!r} is not the name of a file in the same folder")
-        if not (index.parent / name).exists():
-            raise ModelError(f"{index.parent / name}: is missing, but {index.name} names it")
-    return [index.parent / name for name in names]
-
-
-def _check(model_dir: Path, config: ModelConfig, stored: dict[str, _Stored]) -> None:
-    """Every tensor is there in the right shape, and nothing else is that would matter."""
-    expected = expected_shapes(config)
-    missing = [name for name in expected if name not in stored]
-    if missing:
-        raise ModelError(f"{model_dir}: missing {_listed(missing)} ({config.architecture})")
-    for name, shape in expected.items():
-        found = stored[name]
-        if found.shape != shape:
-            raise ModelError(
-                f"{found.file}: tensor '{name}' has shape {list(found.shape)};"
-                f" config.json implies {list(shape)}"
-            )
-        if found.dtype not in _DTYPE_BYTES:
-            raise ModelError(
-                f"{found.file}: tensor '{name}' has dtype {found.dtype};"
-                f" supported: {', '.join(_DTYPE_BYTES)}"
-            )
-    surplus = [name for name in stored if name not in expected and not _is_idle(name, config)]
-    if surplus:
-        raise ModelError(
-            f"{stored[surplus[0]].file}: a {config.architecture} of {config.num_layers} layers"
-            f" has no {_listed(sorted(surplus))}"
-        )
-
-
-def _is_idle(name: str, config: ModelConfig) -> bool:
-    """Whether a surplus tensor carries nothing: it is computed, or it repeats another."""
-    is_tied_head = name == "lm_head.weight" and config.tie_word_embeddings
-    return is_tied_head or name.endswith("rotary_emb.inv_freq")
-
-
-def _listed(names: list[str]) -> str:
-    noun = "tensor" if len(names) == 1 else f"{len(names)} tensors:"
-    shown = ", ".join(f"'{name}'" for name in names[:_MAX_NAMES])
-    return f"{noun} {shown}{', ...' if len(names) > _MAX_NAMES else ''}"
