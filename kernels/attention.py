@@ -7,27 +7,29 @@ of the context (Dao 2023, "FlashAttention-2", algorithm 1) in float32; base-2 ex
 
 Packing. The query heads that share a KV head times the query tokens form the M side of the
 products: row m of a tile is query token `m // group`, head `m % group`, so a key is read once for
-all heads that need it. A tile's keys are gathered through the block table, `BLOCK_N` tokens at a
-time, whatever the block size.
+all heads that need it. Decode fills few of a tile's rows: it waits for memory, not for products.
 
-Two launches, whose grids depend on shapes and host bounds alone (so CUDA graphs may hold them):
-* *short* rows (all their queries fit one 16-row tile: decode, small drafts):
-  grid `(num_rows, num_kv_heads, num_splits)`;
-* *long* rows (prefill chunks), left out if `max_q_len` excludes them:
-  grid `(num_tokens // BLOCK_Q + num_rows, num_kv_heads, num_splits)`; tile slots of row i begin
-  at `cu_seqlens_q[i] // BLOCK_Q + i`, which leaves each row at least the slots it needs.
-Programs of the other kind's rows, and of slots without queries, exit at once.
+Two launches, whose grids depend on shapes and host bounds alone (so CUDA graphs may hold them)
+and whose programs share out the work by the lengths they find on the device:
 
-Split context (Dao et al. 2023, "Flash-Decoding"): where the grid is too small for the device, a
-tile's context is divided among `num_splits` programs, which leave normalised partial results and
-their base-2 log-sum-exp in memory. Weighing them together is little work for a short row: the
-last of its programs to arrive does it, always in the order of the splits. A long tile has many
-rows: `reduce_kernel`, grid `(slots, num_kv_heads, BLOCK_Q)`, takes a query each. A row's result
-depends on its own lengths, the tiling and `num_splits`, not on its neighbours.
+* *Short* rows, all of whose queries fit one tile (decode, drafts): two programs an SM walk equal
+  shares of all that is to be read, from row to row and KV head to KV head (Osama et al. 2023,
+  "Stream-K"), however uneven the contexts are.
+* *Long* rows (prefill chunks), left out if `max_q_len` excludes them: a program takes one tile of
+  one KV head; the last tiles of a row, which see the most keys, begin first. Where tiles are
+  fewer than programs fit the device, several share a tile's context.
+
+A context that several programs read (Dao et al. 2023, "Flash-Decoding") leaves normalised partial
+results and their base-2 log-sum-exp in memory. Weighing them together, always in their order, is
+little work for a short row: the last of its programs to arrive does it. A long tile has many
+rows: `reduce_kernel`, grid `(tiles, num_kv_heads, queries of a tile)`, takes a query each.
+
+How a context is cut depends on the whole batch, and so do a result's last bits. A fixed tuning
+cuts every context at multiples of its `split_tokens` instead, whatever else is computed: parts
+are of unequal length then, and more of them are weighed.
 
 Launched while the kernel before still runs, where the device can (`kernels/pdl.py`): the lengths
-and the block tables are read before the wait. So is the first tile, as far as the L2 cache: that
-is no read of memory by the program, and what the kernel before writes there is read after it.
+are read before the wait.
 
 Layout: kv is one layer's view `[num_blocks, 2, num_kv_heads, block_size, head_dim]` of the pool;
 block offsets are 64 bits wide. Bytes moved a call:
@@ -36,23 +38,18 @@ and q and out once.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
-from hillstar.kernels.attention_merge import reduce_kernel
-from hillstar.kernels.attention_tile import attention_kernel
-from hillstar.kernels.attention_tuning import (
-    Tiling,
-    Tuning,
-    choose_num_splits,
-    choose_tuning,
-)
+from hillstar.kernels.attention_long import long_kernel, reduce_kernel
+from hillstar.kernels.attention_merge import AT_ONCE
+from hillstar.kernels.attention_short import PIECE_UNITS, short_kernel
+from hillstar.kernels.attention_tuning import Tiling, Tuning, choose_tuning
 from hillstar.kernels.checks import FLOATS, check_tensor
 from hillstar.kernels.pdl import has_pdl
-
-_MERGED_ELEMENTS = 8192  # of partial results in flight, in a program that puts splits together
 
 
 def paged_attention_reference(
@@ -115,11 +112,13 @@ def paged_attention(
     block_tables: int32 `[num_rows, max_blocks]`; only the blocks of a row's context are read.
     cu_seqlens_q: int32 `[num_rows + 1]`, from 0, nondecreasing; tokens past its last entry are
     padding. context_lens: int32 `[num_rows]`, this step's tokens included; 0 for a padded row.
-    max_q_len, max_context_len: upper bounds of the rows' lengths, on the host. window: how many
-    tokens a query sees, itself included; 0 = all. tuning: by default `choose_tuning`'s; with
-    `fixed_tuning`'s a token's result is the same bits in any batch and any chunk. counters: int32,
-    zeros, one for each short row and KV head of a split launch; left zero, so that one tensor
-    serves all calls of a stream. Without it a split launch makes its own.
+    scale: positive. max_q_len, max_context_len: upper bounds of the rows' lengths, on the host.
+    window: how many tokens a query sees, itself included; 0 = all. tuning: by default
+    `choose_tuning`'s; with `fixed_tuning`'s a token's result is the same bits in any batch and any
+    chunk, and takes the memory of `max_context_len // split_tokens` float32 results. counters:
+    int32, zeros, one for each short row and KV head, or for each program where the tuning is not
+    fixed; left zero, so that one tensor serves all calls of a stream. Without it a call makes its
+    own.
 
     Returns a new contiguous `[num_tokens, num_heads, head_dim]` of q's dtype; a query without
     keys gives zeros, padding tokens are left unwritten.
@@ -138,132 +137,165 @@ def paged_attention(
         )
     if window < 0:
         raise ValueError(f"window: {window}; expected 0 (none) or more")
+    if scale <= 0:
+        raise ValueError(f"scale: {scale}; expected a positive number")
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_tokens == 0 or num_rows == 0:
         return out
     group = num_heads // num_kv_heads
     tuning = tuning or choose_tuning(group, head_dim, q.itemsize)
-    for is_short in (True, False):
-        if is_short or max_q_len > tuning.short.block_m // group:
-            _launch(
-                q,
-                kv,
-                block_tables,
-                cu_seqlens_q,
-                context_lens,
-                out,
-                counters,
-                tuning,
-                is_short=is_short,
-                scale=scale,
-                max_q_len=max_q_len,
-                max_context_len=max_context_len,
-                window=window,
-            )
+    split_tokens = tuning.split_tokens or 0
+    assert split_tokens % block_size == 0, (split_tokens, block_size)
+    pdl = has_pdl(q.device)
+    launch = _Launch(
+        inputs=(q, kv, block_tables, cu_seqlens_q, context_lens, out),
+        scalars=(
+            *(q.stride(0), q.stride(1), *kv.stride()[:-1], block_tables.stride(0)),
+            *(num_rows, num_kv_heads, scale * math.log2(math.e), window),
+        ),
+        options={
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "DIM": triton.next_power_of_2(head_dim),
+            "SHORT_Q": tuning.short.block_m // group,
+            "ROWS_PADDED": max(16, triton.next_power_of_2(num_rows)),
+            "HAS_WINDOW": window > 0,
+            "PDL": pdl,
+            "launch_pdl": pdl,
+            # Whether a product and a sum are one operation is the compiler's choice otherwise.
+            "enable_fp_fusion": not split_tokens,
+        },
+        reads={
+            "BLOCK_SIZE": block_size,
+            # Triton's interpreter multiplies bfloat16 as if its bits were integers.
+            "UPCAST": q.device.type == "cpu",
+        },
+    )
+    _launch_short(launch, tuning.short, counters, max_q_len, max_context_len, split_tokens)
+    if max_q_len > tuning.short.block_m // group:
+        _launch_long(launch, tuning.long, max_context_len, split_tokens)
     return out
 
 
-def _launch(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor,
-    out: torch.Tensor,
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What the launches of a call have in common: arguments in the kernels' order, options of all
+    kernels, and options of those that read the cache."""
+
+    inputs: tuple[torch.Tensor, ...]
+    scalars: tuple[float, ...]
+    options: dict[str, Any]
+    reads: dict[str, Any]
+
+
+def _launch_short(
+    launch: _Launch,
+    tiling: Tiling,
     counters: torch.Tensor | None,
-    tuning: Tuning,
-    *,
-    is_short: bool,
-    scale: float,
     max_q_len: int,
     max_context_len: int,
-    window: int,
+    split_tokens: int,
 ) -> None:
-    """Fill the short or the long rows of `out`."""
-    num_tokens, num_heads, head_dim = q.shape
+    """Fill the short rows of the output."""
+    q, kv, block_tables = launch.inputs[:3]
     num_rows, num_kv_heads = len(block_tables), kv.shape[2]
-    group = num_heads // num_kv_heads
-    tiling = tuning.short if is_short else tuning.long
-    block_q = tiling.block_m // group
-    num_slots = num_rows if is_short else num_tokens // block_q + num_rows
-    num_tiles = num_slots * num_kv_heads
-    is_fixed = tuning.split_tokens is not None
-    splits = _num_splits(tuning, tiling, num_tiles, max_context_len, q.device)
-    part_m = tiling.block_m
-    if is_fixed and is_short:  # far from full, where each row has one query
-        part_m = min(part_m, triton.next_power_of_2(max_q_len * group))
-    partial_out = partial_lse = None
-    if splits > 1:
-        parts = (num_tiles, splits, part_m)
-        partial_out = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
-    merges = is_short and splits > 1
-    if merges:
-        counters = _counters(counters, num_tiles, q.device)
-    pdl = has_pdl(q.device)
-    dim, heads = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
-    shape: dict[str, Any] = {
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "DIM": dim,
-        "HEADS": heads,
-        "BLOCK_M": tiling.block_m,
-        "PART_M": part_m,
-        "NUM_SPLITS": splits,
-        "AT_ONCE": 1 if is_fixed else max(1, min(splits, _MERGED_ELEMENTS // (heads * dim))),
-        "SHORT_Q": tuning.short.block_m // group,
-        "ROWS_PADDED": 1 if is_short else triton.next_power_of_2(num_rows),
-        "IS_SHORT": is_short,
-        "PDL": pdl,
-        "launch_pdl": pdl,
-        # Whether a product and a sum are one operation is the compiler's choice otherwise.
-        "enable_fp_fusion": not is_fixed,
-    }
-    attention_kernel[(num_slots, num_kv_heads, splits)](
-        q,
-        kv,
-        block_tables,
-        cu_seqlens_q,
-        context_lens,
-        out,
-        partial_out,
-        partial_lse,
-        counters if merges else None,
-        q.stride(0),
-        q.stride(1),
-        kv.stride(0),
-        kv.stride(1),
-        kv.stride(2),
-        kv.stride(3),
-        block_tables.stride(0),
-        num_rows,
-        num_kv_heads,
-        scale * math.log2(math.e),
-        window,
-        BLOCK_SIZE=kv.shape[3],
+    group, head_dim = launch.options["GROUP"], launch.options["HEAD_DIM"]
+    unit = split_tokens or tiling.block_n
+    fewest = split_tokens or tiling.min_share
+    # No share is smaller, so more programs than this would find nothing to do.
+    num_programs = num_rows * num_kv_heads * max(1, triton.cdiv(max_context_len, fewest))
+    if not split_tokens:
+        num_programs = min(num_programs, _num_sms(q.device) * tiling.programs_per_sm)
+    # A share can hold the end of a segment and the beginning of another; a split of its own not.
+    gap = 0 if split_tokens else num_programs
+    part_rows = group * min(launch.options["SHORT_Q"], max_q_len)
+    short_kernel[(num_programs,)](
+        *launch.inputs,
+        *_parts((num_programs + gap) * part_rows, head_dim, q.device),
+        _counters(counters, gap or num_rows * num_kv_heads, q.device),
+        *launch.scalars,
+        gap,
+        part_rows,
+        HEADS=triton.next_power_of_2(group),
+        AT_ONCE=1 if split_tokens else AT_ONCE,
+        BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
-        SPLIT_TOKENS=tuning.split_tokens or 0,
-        MERGES=merges,
-        HAS_WINDOW=window > 0,
-        PEEL=not is_short and window == 0 and not is_fixed,
-        PREFETCH=head_dim * q.itemsize if pdl and is_short and _is_aligned(kv) else 0,
-        # Triton's interpreter multiplies bfloat16 as if its bits were integers.
-        UPCAST=q.device.type == "cpu",
+        UNIT=unit,
+        MIN_UNITS=triton.cdiv(fewest, unit),
+        PIECE_UNITS=0 if split_tokens else PIECE_UNITS,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        **shape,
+        **launch.options,
+        **launch.reads,
     )
-    if splits > 1 and not merges:
-        reduce_kernel[(num_slots, num_kv_heads, block_q)](
+
+
+def _launch_long(launch: _Launch, tiling: Tiling, max_context_len: int, split_tokens: int) -> None:
+    """Fill the long rows of the output."""
+    q, kv, block_tables, cu_seqlens_q, context_lens, out = launch.inputs
+    num_rows, num_kv_heads = len(block_tables), kv.shape[2]
+    group, head_dim = launch.options["GROUP"], launch.options["HEAD_DIM"]
+    block_q = tiling.block_m // group
+    # As many as there can be: a row has q_len // block_q whole tiles and at most one more.
+    num_tiles = len(q) // block_q + num_rows
+    num_programs = num_tiles * num_kv_heads
+    if split_tokens:
+        max_splits = max(1, triton.cdiv(max_context_len, split_tokens))
+        num_programs *= max_splits
+        splits = max_splits > 1
+    else:
+        max_splits = _num_sms(q.device) * tiling.programs_per_sm
+        # Not where even the whole tiles leave no room for a second program each.
+        splits = 2 * (len(q) // block_q) * num_kv_heads <= max_splits
+        if splits:
+            num_programs = max(num_programs, max_splits)
+    partial_out = partial_lse = None
+    if splits:
+        partial_out, partial_lse = _parts(num_programs * tiling.block_m, head_dim, q.device)
+    cut: dict[str, Any] = {
+        "split_tokens": split_tokens,
+        "max_splits": max_splits,
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "MIN_SHARE": tiling.min_share,
+    }
+    long_kernel[(num_programs,)](
+        *launch.inputs,
+        partial_out,
+        partial_lse,
+        *launch.scalars,
+        SPLITS=splits,
+        PEEL=not launch.options["HAS_WINDOW"] and not split_tokens,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        **cut,
+        **launch.options,
+        **launch.reads,
+    )
+    if splits:
+        reduce_kernel[(num_tiles, num_kv_heads, block_q)](
             partial_out,
             partial_lse,
             cu_seqlens_q,
+            context_lens,
             out,
             num_rows,
             num_kv_heads,
+            launch.scalars[-1],
+            HEADS=triton.next_power_of_2(group),
+            AT_ONCE=1 if split_tokens else AT_ONCE,
             num_warps=4,
-            **shape,
+            **cut,
+            **launch.options,
         )
+
+
+def _parts(num_rows: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for parts of results and their log-sum-exp."""
+    return (
+        torch.empty((num_rows, head_dim), dtype=torch.float32, device=device),
+        torch.empty(num_rows, dtype=torch.float32, device=device),
+    )
 
 
 def _check(
@@ -292,17 +324,6 @@ def _check(
     check_tensor("context_lens", context_lens, shape=(num_rows,), dtypes=ints, device=device)
 
 
-def _num_splits(
-    tuning: Tuning, tiling: Tiling, num_tiles: int, max_context_len: int, device: torch.device
-) -> int:
-    if tuning.split_tokens is not None:
-        # A power of two, lest each context be compiled; empty splits change nothing.
-        return 1 << max(0, -(-max_context_len // tuning.split_tokens) - 1).bit_length()
-    return tuning.num_splits or choose_num_splits(
-        num_tiles, max_context_len, tiling.block_n, _num_sms(device)
-    )
-
-
 def _num_sms(device: torch.device) -> int:
     """Streaming multiprocessors; the interpreter runs one program at a time."""
     if device.type == "cpu":
@@ -310,16 +331,10 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _counters(counters: torch.Tensor | None, num_tiles: int, device: torch.device) -> torch.Tensor:
+def _counters(counters: torch.Tensor | None, needed: int, device: torch.device) -> torch.Tensor:
     if counters is None:
-        return torch.zeros(num_tiles, dtype=torch.int32, device=device)
+        return torch.zeros(needed, dtype=torch.int32, device=device)
     check_tensor("counters", counters, shape=(None,), dtypes=(torch.int32,), device=device)
-    if counters.numel() < num_tiles:
-        raise ValueError(f"counters: {counters.numel()} elements; expected at least {num_tiles}")
+    if counters.numel() < needed:
+        raise ValueError(f"counters: {counters.numel()} elements; expected at least {needed}")
     return counters
-
-
-def _is_aligned(kv: torch.Tensor) -> bool:
-    """Whether the vectors of the cache begin at multiples of 16 bytes."""
-    places = (kv.data_ptr(), *(stride * kv.itemsize for stride in kv.stride()[:-1]))
-    return all(place % 16 == 0 for place in places)

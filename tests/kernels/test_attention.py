@@ -8,10 +8,17 @@ import pytest
 import torch
 
 from hillstar.kernels.attention import paged_attention, paged_attention_reference
-from hillstar.kernels.attention_tuning import Tiling, Tuning, choose_num_splits, choose_tuning
+from hillstar.kernels.attention_tuning import Tiling, Tuning, choose_tuning
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-SMALL = Tuning(Tiling(16, 16, 4, 2), Tiling(16, 16, 4, 2), num_splits=1)
+SMALL = Tuning(
+    short=Tiling(16, 16, 4, 2, programs_per_sm=1, min_share=1 << 20),
+    long=Tiling(16, 16, 4, 2, programs_per_sm=1, min_share=1 << 20),
+)
+SPLIT = Tuning(
+    short=Tiling(16, 32, 2, 2, programs_per_sm=7, min_share=16),
+    long=Tiling(16, 16, 4, 2, programs_per_sm=24, min_share=16),
+)
 
 
 @dataclass(frozen=True)
@@ -77,15 +84,14 @@ DECODE = [(1, 1), (1, 16), (1, 17), (1, 95)]
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("tuning", [SMALL, SPLIT], ids=["whole", "split"])
 @pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
 def test_agrees_with_the_reference(
-    generator: torch.Generator, dtype: torch.dtype, num_splits: int, rows: list[tuple[int, int]]
+    generator: torch.Generator, dtype: torch.dtype, tuning: Tuning, rows: list[tuple[int, int]]
 ) -> None:
     """Decode rows and prefill chunks, first and continued, in one call, split or not."""
-    num_kv_heads = 2 if num_splits == 1 else 1  # the interpreter's time goes with the grid
-    arguments = case(Shape(3 * num_kv_heads, num_kv_heads, 32, 16), rows, generator, dtype)
-    check(arguments | {"tuning": replace(SMALL, num_splits=num_splits)})
+    arguments = case(Shape(6, 2, 32, 16), rows, generator, dtype)
+    check(arguments | {"tuning": tuning})
 
 
 @pytest.mark.parametrize(
@@ -105,11 +111,10 @@ def test_shapes_of_models(generator: torch.Generator, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 7, 16, 40, 1000])
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_window(generator: torch.Generator, window: int, num_splits: int) -> None:
+@pytest.mark.parametrize("tuning", [SMALL, SPLIT], ids=["whole", "split"])
+def test_window(generator: torch.Generator, window: int, tuning: Tuning) -> None:
     """With a window a query sees that many tokens, itself included, and no older one."""
     arguments = case(Shape(3, 1, 32, 16), [(1, 60), (1, 5), (9, 61), (12, 12)], generator)
-    tuning = replace(SMALL, num_splits=num_splits)
     check(arguments | {"window": window, "tuning": tuning})
 
 
@@ -142,56 +147,36 @@ def test_padded_rows_and_tokens(generator: torch.Generator) -> None:
 def test_bounds_may_be_loose(generator: torch.Generator) -> None:
     """The host bounds choose grids, never results: any upper bound is right."""
     arguments = case(Shape(4, 2, 32, 16), [(1, 20), (3, 90)], generator)
-    tight = check(arguments | {"tuning": SMALL})
-    loose = arguments | {"max_q_len": 64, "max_context_len": 96, "tuning": SMALL}
-    assert torch.equal(paged_attention(**loose), tight)
+    for tuning in (SPLIT, replace(SPLIT, split_tokens=16)):
+        arguments["tuning"] = tuning
+        loose = arguments | {"max_q_len": 64, "max_context_len": 96}
+        assert torch.equal(paged_attention(**loose), check(arguments))
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
-def test_neighbours_do_not_change_a_row(generator: torch.Generator, num_splits: int) -> None:
-    """With fixed splits a row's result is the same to the bit, alone or in any batch."""
-    arguments = case(Shape(3, 1, 32, 16), [(1, 90), (12, 47), (1, 33)], generator)
-    arguments["tuning"] = replace(SMALL, num_splits=num_splits)
-    whole = paged_attention(**arguments)
-    for row, begin, end in ((0, 0, 1), (1, 1, 13), (2, 13, 14)):
-        alone = arguments | {
-            "q": arguments["q"][begin:end],
-            "block_tables": arguments["block_tables"][row : row + 1],
-            "cu_seqlens_q": torch.tensor(
-                [0, end - begin], dtype=torch.int32, device=generator.device
-            ),
-            "context_lens": arguments["context_lens"][row : row + 1],
-        }
-        assert torch.equal(paged_attention(**alone), whole[begin:end])
-
-
-def test_a_split_launch_leaves_the_counters_as_it_found_them(generator: torch.Generator) -> None:
-    """One tensor of zeros serves one split launch after the other, with the same bits each time;
-    one too small is refused by size."""
+def test_a_launch_leaves_the_counters_as_it_found_them(generator: torch.Generator) -> None:
+    """One tensor of zeros serves one launch after the other, with the same bits each time; one
+    too small is refused by size."""
     arguments = case(Shape(4, 2, 32, 16), [(1, 60), (0, 0), (3, 40)], generator)
-    arguments["tuning"] = replace(SMALL, num_splits=4)
-    counters = torch.zeros(3 * 2, dtype=torch.int32, device=generator.device)
+    arguments["tuning"] = SPLIT
+    counters = torch.zeros(3 * 2 * 4, dtype=torch.int32, device=generator.device)
     first, second = (check(arguments | {"counters": counters}) for _ in range(2))
     assert not counters.any()
     assert torch.equal(first, second)
-    with pytest.raises(ValueError, match=r"^counters: 5 elements; expected at least 6$"):
-        paged_attention(**arguments | {"counters": counters[1:]})
+    with pytest.raises(ValueError, match=r"^counters: 6 elements; expected at least \d+$"):
+        paged_attention(**arguments | {"counters": counters[:6]})
+
+
+@pytest.mark.parametrize("tuning", [SMALL, SPLIT], ids=["whole", "split"])
+def test_uneven_contexts(generator: torch.Generator, tuning: Tuning) -> None:
+    """Rows of every length share the programs, also where a program walks over many of them."""
+    rows = [(1, 3 * i + 1) for i in range(20)] + [(0, 0), (2, 200)]
+    check(case(Shape(4, 2, 16, 16), rows, generator) | {"tuning": tuning})
 
 
 def test_no_tokens_is_no_work(generator: torch.Generator) -> None:
     """A batch without tokens gives an empty result."""
     arguments = case(Shape(4, 2, 32, 16), [(0, 20)], generator)
     assert paged_attention(**arguments).shape == (0, 4, 32)
-
-
-def test_splits_fill_the_device_and_no_more() -> None:
-    """Splits are powers of two; none for a full grid or a context of one tile."""
-    assert choose_num_splits(8, 64, 64, 132) == 1
-    assert choose_num_splits(8, 512, 64, 132) == 8
-    assert choose_num_splits(8, 32768, 64, 132) == 16  # few rows: one program an SM
-    assert choose_num_splits(128, 2048, 64, 132) == 2
-    assert choose_num_splits(512, 2048, 64, 132) == 1
-    assert choose_num_splits(1 << 20, 1 << 20, 64, 132) == 1
 
 
 def test_tilings_hold_a_group() -> None:
@@ -235,6 +220,7 @@ def test_offsets_pass_32_bits(generator: torch.Generator) -> None:
         ("context_lens", torch.zeros(2, dtype=torch.int32)),
         ("max_context_len", 1000),
         ("window", -1),
+        ("scale", 0.0),
         ("counters", torch.zeros(9, dtype=torch.float16)),
     ],
 )
@@ -246,7 +232,6 @@ def test_a_wrong_argument_is_named(
 ) -> None:
     """A wrong shape, dtype, stride or value raises a ValueError that names the argument."""
     arguments = case(Shape(4, 2, 32, 16), [(1, 20)], generator)
-    arguments["tuning"] = replace(SMALL, num_splits=2)
     wrong = moved(bad) if isinstance(bad, torch.Tensor) else bad
     with pytest.raises(ValueError, match=f"^{argument}: "):
         paged_attention(**arguments | {argument: wrong})
