@@ -28,8 +28,7 @@ from hillstar.engine.transfer import to_device
 from hillstar.kernels.attention_tuning import Tuning, fixed_tuning
 
 _DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-_SHORT_CONTEXTS = (512, 4096)  # of few rows, whose context is split the more the longer it is
-_FEW_ROWS = 4
+_SHORT_CONTEXTS = (512, 4096)  # of graphs whose contexts are split at fixed tokens
 # A short prefill: a session's next turn, which begins with the last token of the one before.
 _TURN_TOKENS = (32, 64, 80, 128, 256)
 _TURN_ROWS = (1, 8)
@@ -74,7 +73,7 @@ def choose_shapes(
     decodes = [
         Shape(rows, rows, 1, context)
         for rows in (*(n for n in _DECODE_ROWS if n < largest), largest)
-        for context in (*(shorter if rows <= _FEW_ROWS or is_fixed else ()), max_context_len)
+        for context in (*(shorter if is_fixed else ()), max_context_len)
     ]
     turns = [
         Shape(tokens, min(rows, max_num_seqs), tokens, max_context_len)
