@@ -40,9 +40,10 @@ class Pipe:
 class Shown:
     """A response whose frames can be read."""
 
-    def frame(self, d: TextDelta) -> bytes:
-        item = d.place.item_id
-        return f"{item}{d.sequence_number}:{d.delta}:{d.first_token}+{d.num_tokens}\n".encode()
+    def frame(self, delta: TextDelta) -> bytes:
+        cover = f"{delta.first_token}+{delta.num_tokens}"
+        name = f"{delta.place.item_id}{delta.sequence_number}"
+        return f"{name}:{delta.delta}:{cover}\n".encode()
 
 
 R, A, B = Shown(), Shown(), Shown()
