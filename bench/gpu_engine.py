@@ -32,6 +32,7 @@ from common import copy_ceiling_bytes_s, finish, report
 from gpu_driver import SEED, VOCAB, Driver, idle_share, make_reference, take_weights
 from gpu_generation import check
 from hillstar.engine.models.config import ModelConfig
+from kernels_check import matmul_ceiling
 
 TURN_CONTEXTS = (2048, 8192, 32768)
 TURN_TOKENS = 64
@@ -131,7 +132,7 @@ def main() -> None:
     parser.add_argument("--max-batched-tokens", type=int, default=8192)
     args = parser.parse_args()
     only = args.only.split(",")
-    copy_TBps = copy_ceiling_bytes_s() / 1e12
+    copy_TBps, matmul_TFLOPs = copy_ceiling_bytes_s() / 1e12, matmul_ceiling() / 1e12
     reference = make_reference()
     weights = take_weights(reference)
     model = ModelConfig.from_dict(reference.config.to_dict(), "random-8b")
@@ -170,7 +171,7 @@ def main() -> None:
     checked = check(reference, [p for p, _ in samples], [t for _, t in samples])
     result = report(
         SEED,
-        ceilings={"copy_TBps": round(copy_TBps, 3)},
+        ceilings={"copy_TBps": round(copy_TBps, 3), "matmul_TFLOPs": round(matmul_TFLOPs, 1)},
         floor_ms_per_step=round(num_bytes / copy_TBps / 1e9, 3),
         checked=checked,
         **figures,

@@ -24,8 +24,9 @@ _MAX_COLUMNS = 256
 memory instead of reordering them at each call. Beyond it they are about equal."""
 
 _MAX_Q4_TOKENS = 8
-"""Up to this many tokens, 4-bit weights are multiplied: 5.6 ms against 17 at one token, 9 against 17
-at four, 16 against 17 at eight, 34 against 28 at sixteen (30 layers of 3.5 M weights, 2026-11-29)."""
+"""Up to this many tokens, 4-bit weights are multiplied: 5.6 ms against 17 at one token, 9 against
+17 at four, 16 against 17 at eight, 34 against 28 at sixteen (30 layers of 3.5 M weights,
+2026-11-29)."""
 
 _MAX_NEAR = 1024  # logits computed twice, at most, for one token
 
