@@ -141,7 +141,7 @@ def gate_up_swiglu(
         num_tokens, width, weight.shape[1], itemsize=x.itemsize, glu=True
     )
     if tuning is None:
-        normed = x if norm_weight is None else rms_norm(x, norm_weight, eps)[0]
+        normed = x if norm_weight is None else rms_norm(x, norm_weight, eps)
         dense = choose_dense_glu(num_tokens, width)
         if dense is None or not can_describe(normed, weight):
             return swiglu(F.linear(normed, weight))
@@ -178,7 +178,7 @@ def _library_linear(
 ) -> torch.Tensor:
     """The product as cuBLAS does it, the norm before it as a kernel of its own."""
     if norm_weight is not None:
-        x, _ = rms_norm(x, norm_weight, eps)
+        x = rms_norm(x, norm_weight, eps)
     if out_dtype != x.dtype:
         out = _wide_product(x, weight)
         for term in (bias, residual):
