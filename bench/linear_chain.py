@@ -7,11 +7,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from gpu_timing import time_s
 from hillstar.kernels.activation import swiglu
 from hillstar.kernels.linear import gate_up_swiglu_reference, linear_reference
 from hillstar.kernels.linear_tuning import Tuning
 from hillstar.kernels.norm import rms_norm
-from kernels_check import time_s
 from linear_cases import (
     DEVICE,
     EPS,

@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from common import copy_ceiling_bytes_s, finish, report
+from common import finish, report
+from gpu_timing import measure_ceilings
 from hillstar.kernels.activation import swiglu
 from hillstar.kernels.linear_dense import dense_glu
 from hillstar.kernels.linear_tuning import DenseTuning
 from hillstar.kernels.norm import rms_norm
-from kernels_check import matmul_ceiling
 from linear_cases import DEVICE, EPS, MAX_RELATIVE_ERROR, SHAPES, relative_error
 
 NUM_WEIGHTS = 4  # of gate_up as large as 4 L2 caches
@@ -105,8 +105,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
-    ceilings = {"copy_TBps": round(copy_ceiling_bytes_s() / 1e12, 3)}
-    ceilings["matmul_TFLOPs"] = round(matmul_ceiling() / 1e12)
+    ceilings = measure_ceilings()
     figures: dict[str, dict[str, float]] = {}
     for shape in ("gate_up", "o", "down"):
         rows, columns = SHAPES[shape]
