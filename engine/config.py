@@ -78,6 +78,7 @@ class EngineConfig:
 
     @property
     def inter_token_target_s(self) -> float | None:
+        """In seconds; None: no target."""
         return None if self.inter_token_target_ms is None else self.inter_token_target_ms / 1e3
 
     def replace(self, **changes: object) -> Self:

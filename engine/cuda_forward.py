@@ -47,11 +47,13 @@ class Shape:
 
     @staticmethod
     def of(batch: Batch) -> "Shape":
+        """A step's own."""
         longest = int(np.diff(batch.cu_seqlens_q).max())
         context = int(batch.context_lens.max())
         return Shape(len(batch.token_ids), len(batch.rows), longest, context)
 
     def holds(self, other: "Shape") -> bool:
+        """Whether a graph of this shape can compute a step of that one."""
         return (
             other.num_tokens <= self.num_tokens
             and other.num_rows <= self.num_rows
@@ -98,6 +100,7 @@ class StepInputs:
 
     @staticmethod
     def of(packed: torch.Tensor, shape: Shape) -> "StepInputs":
+        """packed: int32, as `pack` lays it out for the shape."""
         tokens, rows = shape.num_tokens, shape.num_rows
         ends = np.cumsum([tokens] * 4 + [rows] * 3 + [rows + 1]).tolist()
         return StepInputs(*(packed[i:j] for i, j in pairwise([0, *ends])))

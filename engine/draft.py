@@ -20,9 +20,11 @@ class Draft:
 
     @property
     def is_full(self) -> bool:
+        """Whether nobody new gets a token in it."""
         return self.budget <= 0 or self.is_slow
 
     def give(self, sequence: Sequence, num_tokens: int) -> None:
+        """Feed it so many tokens, whose places in its blocks are there; once a step."""
         self.shares[sequence] = num_tokens
         self.budget -= num_tokens
         self.load = self.load.plus(sequence.num_planned, num_tokens)

@@ -117,6 +117,7 @@ def long_kernel(
     UPCAST: tl.constexpr,
     PEEL: tl.constexpr,
 ) -> None:
+    """One tile of one KV head over its context, or over the part that falls to this program."""
     if PDL:
         gdc_launch_dependents()
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -262,6 +263,7 @@ def reduce_kernel(
     PDL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ) -> None:
+    """The parts of one query of a tile, of which several programs had one, weighed together."""
     if PDL:
         gdc_launch_dependents()
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP

@@ -73,6 +73,7 @@ def short_kernel(
     HAS_WINDOW: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
+    """One program's share of the reading: pieces of segments, each a row and a KV head."""
     if PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)

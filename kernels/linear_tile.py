@@ -67,6 +67,7 @@ def tile_kernel(
     ITEMSIZE: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
+    """BLOCK_N outputs of all tokens, from this split's share of the columns."""
     if PDL:
         gdc_launch_dependents()
     tile, split = tl.program_id(0), tl.program_id(1)

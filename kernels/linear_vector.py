@@ -62,6 +62,7 @@ def vector_kernel(
     GLU: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """BLOCK_N outputs of the one token."""
     if PDL:
         gdc_launch_dependents()
     first = tl.program_id(0) * BLOCK_N

@@ -59,6 +59,7 @@ def scan_kernel(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
+    """Read a chunk of a row: its best token, and what the second kernel has to know of it."""
     chunk, index = tl.program_id(0), tl.program_id(1).to(tl.int64)
     temperature, top_k, top_p, _, is_filtered = _load_parameters(
         index, temperatures, top_ks, top_ps, min_ps, vocab
@@ -163,6 +164,7 @@ def choose_kernel(
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
+    """Choose a row's token from what the first kernel found, reading few logits again."""
     index = tl.program_id(0).to(tl.int64)
     temperature, top_k, top_p, min_p, is_filtered = _load_parameters(
         index, temperatures, top_ks, top_ps, min_ps, vocab

@@ -10,7 +10,6 @@ from hillstar.server.sequences import SequenceTable
 
 TOTALS = tuple(name for name in EngineStats.__struct_fields__ if name.endswith("_total"))
 
-
 MAX_FAILED_STARTS = 5  # engines in succession that died while they loaded
 
 

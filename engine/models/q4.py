@@ -78,6 +78,7 @@ class Q4Matrix:
 
 
 def can_pack(num_rows: int) -> bool:
+    """Whether `Q4Matrix.pack` takes a matrix of so many rows."""
     return num_rows % _ROWS_MULTIPLE == 0
 
 

@@ -95,6 +95,7 @@ class PagedAttention:
         self.block_size = cache.pool.shape[4]
 
     def step(self, batch: DeviceBatch) -> Attend:
+        """The attention of one step, for each layer in turn."""
         config = self._config
         first_key, first_value = config.num_heads, config.num_heads + config.num_kv_heads
 

@@ -22,6 +22,8 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
+    """Of one layer; None where the architecture has none."""
+
     input_norm: torch.Tensor  # [hidden]
     qkv: Matrix  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
     qkv_bias: torch.Tensor | None  # [(num_heads + 2 * num_kv_heads) * head_dim]
@@ -35,6 +37,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
+    """Of a whole model; all on one device and of one dtype."""
+
     embedding: torch.Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [hidden]
