@@ -30,6 +30,7 @@ from hillstar.engine.framing import (
     encode_message,
 )
 from hillstar.engine.messages import Failed, Frame, FromEngine, Loading, Ready, Shutdown, ToEngine
+from hillstar.server.enginelog import EngineLog
 from hillstar.server.engineport import EngineEnd, EngineListener
 
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "hillstar.engine.main")
@@ -41,7 +42,6 @@ MAX_SILENCE_S: dict[DeviceName, float] = {"cpu": 600.0, "cuda": 120.0}
 """How long one step may take: a chunk of a large model's prompt takes minutes on a CPU, and on a
 GPU the first of a kind compiles its kernels."""
 MAX_LOADING_SILENCE_S = 600.0
-MAX_LOG_LINE = 8192
 MAX_UNSENT_BYTES = 4 << 20  # for the engine, encoded; what is more waits as it is
 
 # The threads of a product meet hundreds of times a token. OpenMP lets them wait by spinning,
@@ -123,18 +123,21 @@ class Bridge:
 
     async def _live(self, link: "_Link") -> str:
         """One engine from its start to its end; why it ended. Raises OSError: it did not start."""
+        loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                process = await self._spawn(theirs.fileno())
-            except BaseException:
-                ours.close()
-                raise
+        with theirs, contextlib.ExitStack() as unless_it_starts:
+            unless_it_starts.callback(ours.close)
+            our_log, their_log = socket.socketpair()
+            unless_it_starts.callback(our_log.close)
+            with their_log:
+                process = await self._spawn(theirs.fileno(), their_log.fileno())
+            unless_it_starts.pop_all()
         self._process = process
-        logs = asyncio.create_task(_log_lines(process), name="engine log")
+        lines = EngineLog()
         beats = asyncio.create_task(self._beat(link), name="engine heartbeat")
         try:
-            await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
+            await loop.create_unix_connection(lambda: lines, sock=our_log)
+            await loop.create_unix_connection(lambda: link, sock=ours)
             self._link = link
             link.set_reading(self._is_reading)
             link.write(encode_config(self._config))
@@ -148,7 +151,7 @@ class Bridge:
             link.abort()
             _kill(process)
             code = await process.wait()
-            await asyncio.gather(logs, return_exceptions=True)
+            await lines.close()
         return link.failure or _describe_exit(code)
 
     async def _beat(self, link: "_Link") -> None:
@@ -156,7 +159,7 @@ class Bridge:
             await asyncio.sleep(BEAT_S)
             link.beat(MAX_SILENCE_S[self._config.device])
 
-    async def _spawn(self, fd: int) -> asyncio.subprocess.Process:
+    async def _spawn(self, fd: int, log_fd: int) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             *self._command,
             "--fd",
@@ -164,7 +167,7 @@ class Bridge:
             pass_fds=(fd,),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
+            stderr=log_fd,
             env=_THREADS_SLEEP | os.environ,
         )
 
@@ -278,22 +281,6 @@ class _Link(asyncio.Protocol):
             case Failed():
                 self.failure = message.message
                 self._has_refused = True
-
-
-async def _log_lines(process: asyncio.subprocess.Process) -> None:
-    """What the engine writes to stderr goes to our log, line by line."""
-    assert process.stderr is not None, "stderr is a pipe"
-    rest = b""
-    while data := await process.stderr.read(1 << 16):
-        *lines, rest = (rest + data).split(b"\n")
-        if len(rest) > MAX_LOG_LINE:
-            lines.append(rest)
-            rest = b""
-        for line in lines:
-            if line.strip():
-                log.info("engine: %s", line[:MAX_LOG_LINE].decode("utf-8", "replace").rstrip())
-    if rest.strip():
-        log.info("engine: %s", rest.decode("utf-8", "replace"))
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

@@ -90,6 +90,27 @@ async def test_a_killed_engine_is_reported_and_replaced() -> None:
         await until(lambda: bool(heard.frames), 30)
 
 
+async def test_what_an_engine_leaves_behind_does_not_hold_up_its_successor(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A process that outlives the engine and holds its stderr open is nobody's concern."""
+    caplog.set_level(logging.INFO)
+
+    def children() -> list[int]:
+        said = [message.split() for message in caplog.messages]
+        return [int(words[2]) for words in said if words[:2] == ["engine:", "child"]]
+
+    try:
+        async with bridged("parent") as (bridge, heard):
+            await until(lambda: bool(heard.ups) and bool(children()), 30)
+            assert bridge.pid is not None
+            os.kill(bridge.pid, signal.SIGKILL)
+            await until(lambda: len(heard.ups) == 2 and len(children()) == 2, 30)
+    finally:
+        for child in children():
+            os.kill(child, signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     ("mode", "reason", "end"),
     [
