@@ -28,15 +28,18 @@ class RunQueue:
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
+        """Run what is ready. One that raises is the loop's to report: the others go on."""
         deadline = self._loop.time() + MAX_SLICE_S
         ready = self._ready
-        while ready:
-            for _ in range(min(len(ready), MAX_UNTIMED)):
-                run = ready.popleft()
-                if run():
-                    ready.append(run)
-            if self._loop.time() >= deadline:
-                break
-        self._scheduled = bool(ready)
-        if ready:
-            self._loop.call_soon(self._drain)
+        try:
+            while ready:
+                for _ in range(min(len(ready), MAX_UNTIMED)):
+                    run = ready.popleft()
+                    if run():
+                        ready.append(run)
+                if self._loop.time() >= deadline:
+                    break
+        finally:
+            self._scheduled = bool(ready)
+            if ready:
+                self._loop.call_soon(self._drain)

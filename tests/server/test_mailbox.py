@@ -86,3 +86,27 @@ async def test_a_mailbox_is_clear_while_nothing_precedes() -> None:
     assert not box.is_clear
     box.resume()
     assert box.is_clear
+
+
+async def test_a_callback_that_raises_stops_nobody_else() -> None:
+    """The loop reports it; what is queued before and behind it runs, and what comes later."""
+    loop = asyncio.get_running_loop()
+    told: list[object] = []
+    loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
+    queue, ran, fault = RunQueue(loop), list[str](), ValueError("a fault")
+
+    def broken() -> bool:
+        raise fault
+
+    def note(name: str) -> bool:
+        ran.append(name)
+        return False
+
+    queue.add(lambda: note("before"))
+    queue.add(broken)
+    queue.add(lambda: note("behind"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    queue.add(lambda: note("later"))
+    await asyncio.sleep(0)
+    assert (ran, told) == (["before", "behind", "later"], [fault])
