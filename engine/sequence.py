@@ -9,6 +9,8 @@ from enum import Enum
 import numpy as np
 
 from hillstar.engine.messages import FinishReason, SamplingParams, Usage
+from hillstar.engine.spec.lookup import Lookup
+from hillstar.engine.spec.policy import Acceptance
 from hillstar.engine.tokens import HashChain, TokenBuffer
 
 
@@ -66,12 +68,14 @@ class Sequence:
     table: BlockTable | None = None  # when running
     num_planned: int = 0  # tokens with KV after every launched plan
     num_sent_blocks: int = 0  # how much of the table the device knows
-    num_pending: int = 0  # sampled tokens that have not come back
+    num_pending: int = 0  # sampled tokens that have not come back, behind drafts too
     num_in_flight: int = 0  # unresolved plans that name it
     last_step: int = -1  # the newest plan that names it
     num_preemptions: int = 0
     num_charged: int = 0  # tokens its tenant has paid for
     num_cached_tokens: int | None = None  # set at the first admission
+    lookup: Lookup | None = None  # made when it first drafts
+    acceptance: Acceptance = field(default_factory=Acceptance)
     awaited: bytes | None = None  # identity of a block that another sequence is computing
 
     @property
