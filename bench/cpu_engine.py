@@ -177,12 +177,14 @@ def ceilings() -> dict[str, float]:
     return {name: round(value, 1) for name, value in found.items()}
 
 
-def passages(folder: Path, batch: int, length: int) -> np.ndarray:
-    """The beginnings of the project's own pages: int32 `[batch, length]`."""
+def passages(folder: Path, batch: int, length: int, skip: int) -> np.ndarray:
+    """Passages of the project's own pages, behind the first `skip` tokens: int32
+    `[batch, length]`."""
     tokenizer = Tokenizer(folder)
     pages = sorted((Path(__file__).parent.parent / "docs").rglob("*.md"))
     ids = [tokenizer.encode(page.read_text()) for page in pages]
-    return np.array([page[:length] for page in ids if len(page) >= length][:batch], dtype=np.int32)
+    long = [page[skip : skip + length] for page in ids if len(page) >= skip + length]
+    return np.array(long[:batch], dtype=np.int32)
 
 
 def measure(engines: dict[str, Ours | Theirs], folder: Path, repeats: int) -> dict[str, Any]:
@@ -199,7 +201,7 @@ def measure(engines: dict[str, Ours | Theirs], folder: Path, repeats: int) -> di
         rates: dict[str, list[float]] = {prefix: [] for prefix in engines}
         for repeat in range(repeats + 1):
             if name == "text8":
-                prompts = passages(folder, batch, num_in)
+                prompts = passages(folder, batch, num_in, skip=17 * repeat)
             else:
                 prompts = random_prompts(rng, batch, num_in)
             for prefix, engine in engines.items():
