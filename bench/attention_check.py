@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import copy_ceiling_bytes_s, finish, report
+from common import finish, report
+from gpu_timing import measure_ceilings, time_s
 from hillstar.kernels.attention import paged_attention, paged_attention_reference
 from hillstar.kernels.rope import rope_store
-from kernels_check import matmul_ceiling, time_s
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 KV_BYTES_PER_TOKEN = 2 * NUM_KV_HEADS * HEAD_DIM * 2  # of one layer
@@ -177,13 +177,11 @@ def measure(rows: Rows, pool: torch.Tensor, copy_bytes_s: float, bound: int = 0)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="recorded in the result (default: git rev-parse HEAD)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
-    copy_bytes_s = copy_ceiling_bytes_s()
-    ceilings = {"copy_TBps": copy_bytes_s / 1e12, "bf16_TFLOPs": matmul_ceiling() / 1e12}
-    print(f"ceilings: {ceilings}")
+    ceilings = measure_ceilings()
+    copy_bytes_s = ceilings["copy_TBps"] * 1e12
     shape = (NUM_BLOCKS, 2, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     pool = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
     for part in pool.split(4096):
@@ -198,12 +196,12 @@ def main() -> None:
         print(f"{name:26}", figures[name])
     result = report(
         options.seed,
-        ceilings={name: round(value, 3) for name, value in ceilings.items()},
+        ceilings=ceilings,
         checked="rows of every case against the reference: each vector within"
         f" {MAX_RELATIVE_ERROR}",
         figures=figures,
     )
-    finish(result | ({"commit": options.commit} if options.commit else {}), options.out)
+    finish(result, options.out)
 
 
 if __name__ == "__main__":

@@ -64,21 +64,6 @@ def median_s(run: Callable[[], object], repeats: int = 5, warmup: int = 1) -> fl
     return statistics.median(times)
 
 
-def copy_ceiling_bytes_s() -> float:
-    """Bytes read and written a second by a device copy of 2 GiB of random data, median of 20."""
-    source = torch.randint(0, 255, (1 << 31,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(20):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return 2 * source.numel() / statistics.median(times)
-
-
 def _output(command: list[str]) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

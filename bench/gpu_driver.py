@@ -14,9 +14,7 @@ from hillstar.engine.config import EngineConfig
 from hillstar.engine.messages import Cancel, Frame, SamplingParams, Submit, pack_ids
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.weights import LayerWeights, Matrix, Weights
-
-SEED = 20261129
-VOCAB = 128256
+from shape_8b import SEED, SHAPE_8B
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +36,7 @@ class Driver:
         *,
         num_blocks: int = 16384,
         max_batched_tokens: int = 8192,
+        max_num_seqs: int = 256,
         inter_token_target_ms: int | None = None,
     ) -> None:
         config = EngineConfig(
@@ -46,7 +45,7 @@ class Driver:
             device="cuda",
             num_blocks=num_blocks,
             max_model_len=36864,
-            max_num_seqs=256,
+            max_num_seqs=max_num_seqs,
             max_batched_tokens=max_batched_tokens,
             inter_token_target_ms=inter_token_target_ms,
         )
@@ -118,21 +117,16 @@ class Driver:
                     self._num_running -= 1
 
 
+def config_8b(**changes: int) -> LlamaConfig:
+    """The shape for transformers, in bf16."""
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    return LlamaConfig(**{**SHAPE_8B, **changes}, rope_parameters=rope, dtype="bfloat16")
+
+
 def make_reference() -> LlamaForCausalLM:
     """Random bf16 weights of the 8B shape, made on the device."""
     torch.manual_seed(SEED)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
+    config = config_8b()
     # Not `.to(bfloat16)` afterwards: that would round the rotary frequencies as well.
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()

@@ -28,11 +28,12 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
-from common import copy_ceiling_bytes_s, finish, report
-from gpu_driver import SEED, VOCAB, Driver, idle_share, make_reference, take_weights
+from common import finish, report
+from gpu_driver import Driver, idle_share, make_reference, take_weights
 from gpu_generation import check
+from gpu_timing import measure_ceilings
 from hillstar.engine.models.config import ModelConfig
-from kernels_check import matmul_ceiling
+from shape_8b import SEED, VOCAB
 
 TURN_CONTEXTS = (2048, 8192, 32768)
 TURN_TOKENS = 64
@@ -132,7 +133,7 @@ def main() -> None:
     parser.add_argument("--max-batched-tokens", type=int, default=8192)
     args = parser.parse_args()
     only = args.only.split(",")
-    copy_TBps, matmul_TFLOPs = copy_ceiling_bytes_s() / 1e12, matmul_ceiling() / 1e12
+    ceilings = measure_ceilings()
     reference = make_reference()
     weights = take_weights(reference)
     model = ModelConfig.from_dict(reference.config.to_dict(), "random-8b")
@@ -171,8 +172,8 @@ def main() -> None:
     checked = check(reference, [p for p, _ in samples], [t for _, t in samples])
     result = report(
         SEED,
-        ceilings={"copy_TBps": round(copy_TBps, 3), "matmul_TFLOPs": round(matmul_TFLOPs, 1)},
-        floor_ms_per_step=round(num_bytes / copy_TBps / 1e9, 3),
+        ceilings=ceilings,
+        floor_ms_per_step=round(num_bytes / ceilings["copy_TBps"] / 1e9, 3),
         checked=checked,
         **figures,
     )

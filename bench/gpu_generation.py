@@ -18,16 +18,14 @@ from unittest import mock
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from common import finish, report
+from gpu_driver import Driver, config_8b
 from hillstar.engine import cuda_forward
-from hillstar.engine.assembly import assemble
-from hillstar.engine.channel import QueueChannel
-from hillstar.engine.config import EngineConfig
-from hillstar.engine.messages import Frame, SamplingParams, Submit, pack_ids
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.load import load_weights
+from shape_8b import VOCAB
 
 LENGTHS = (1, 15, 16, 17, 128, 500, 1031, 2048)  # and others at random
 MOST_RANDOM = 600
@@ -37,18 +35,7 @@ NUM_PROMPTS = 64
 def make_model(folder: Path, num_layers: int, seed: int) -> None:
     """Write a random bf16 model of the 8B shape (vocabulary and widths; depth as asked)."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=num_layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
+    config = config_8b(num_hidden_layers=num_layers, max_position_embeddings=8192)
     with torch.device("cuda"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder)
@@ -59,37 +46,13 @@ def generate(
 ) -> list[list[int]]:
     """Greedy tokens of the engine for all prompts at once, in chunks of 512 tokens a step."""
     shapes = cuda_forward.choose_shapes if with_graphs else lambda *_, **__: ()
-    with mock.patch.object(cuda_forward, "choose_shapes", shapes):
-        return _generate(folder, prompts, num_tokens)
-
-
-def _generate(folder: Path, prompts: list[np.ndarray], num_tokens: int) -> list[list[int]]:
-    config = EngineConfig(
-        model_dir=folder,
-        model_name="random-8b",
-        device="cuda",
-        num_blocks=2048,
-        max_batched_tokens=512,
-        max_num_seqs=NUM_PROMPTS,
-    )
     model = ModelConfig.from_dir(folder)
-    weights = load_weights(folder, model, dtype=torch.bfloat16, device=torch.device("cuda"))
-    channel = QueueChannel()
-    engine = assemble(config, model, weights, inbox=channel, outbox=channel)
-    for i, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        channel.post(Submit(sequence_id=str(i), prompt_ids=pack_ids(prompt), params=params))
-    tokens: list[list[int]] = [[] for _ in prompts]
-    num_running = len(prompts)
-    while num_running:
-        engine.loop.step()
-        while not channel.outputs.empty():
-            frame = channel.outputs.get_nowait()
-            assert isinstance(frame, Frame), "the loop only sends frames"
-            for output in frame.outputs:
-                tokens[int(output.sequence_id)].extend(output.token_ids)
-                num_running -= output.finish is not None
-    return tokens
+    weights = load_weights(folder, model, dtype=torch.bfloat16, device="cuda")
+    with mock.patch.object(cuda_forward, "choose_shapes", shapes):
+        driver = Driver(
+            model, weights, num_blocks=2048, max_batched_tokens=512, max_num_seqs=NUM_PROMPTS
+        )
+    return driver.run(prompts, num_tokens).tokens
 
 
 def check(
@@ -136,7 +99,7 @@ def main() -> None:
     rng = np.random.default_rng(args.seed)
     others = rng.integers(1, MOST_RANDOM, size=NUM_PROMPTS - len(LENGTHS)).tolist()
     lengths = rng.permutation([*LENGTHS, *others]).tolist()
-    prompts = [rng.integers(0, 128256, size=n).astype(np.int32) for n in lengths]
+    prompts = [rng.integers(0, VOCAB, size=n).astype(np.int32) for n in lengths]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_model(folder, args.layers, args.seed)

@@ -37,23 +37,16 @@ from hillstar.engine.config import EngineConfig
 from hillstar.engine.messages import Frame, SamplingParams, Submit, pack_ids
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.load import begin_loading, expected_shapes
+from shape_8b import SEED, SHAPE_8B, VOCAB
 
-SEED = 20261129
 NUM_SHARDS = 4
 PERIOD = 64 << 20  # bytes after which the files' data repeat
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
+    **SHAPE_8B,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
     "hidden_act": "silu",
     "eos_token_id": 2,
     "bos_token_id": 1,
@@ -146,7 +139,7 @@ def start(folder: Path, spawned_s: float) -> dict[str, Any]:
         assembled_s = time.time()
         weights = loading.wait()
     ready_s = time.time()
-    prompt = np.random.default_rng(SEED).integers(3, CONFIG["vocab_size"], size=128)
+    prompt = np.random.default_rng(SEED).integers(3, VOCAB, size=128)
     firsts = []
     for index in range(2):
         asked_s = time.time()

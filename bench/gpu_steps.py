@@ -26,10 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from common import copy_ceiling_bytes_s, finish, report
-from gpu_driver import SEED, VOCAB, Driver, idle_share, make_reference, take_weights
+from common import finish, report
+from gpu_driver import Driver, idle_share, make_reference, take_weights
 from gpu_generation import check
+from gpu_timing import copy_ceiling_bytes_s
 from hillstar.engine.models.config import ModelConfig
+from shape_8b import SEED, VOCAB
 
 BATCHES = (1, 4, 16, 64, 128, 256)
 CONTEXTS = (512, 2048, 8192, 32768)

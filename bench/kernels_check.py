@@ -8,15 +8,14 @@ same run (`share` above 1 means the L2 cache helped: few tokens).
 """
 
 import argparse
-import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from common import copy_ceiling_bytes_s, finish, report
+from common import finish, report
+from gpu_timing import Table, Timing, measure_ceilings
 from hillstar.kernels.activation import swiglu, swiglu_reference
 from hillstar.kernels.norm import rms_norm, rms_norm_reference
 from hillstar.kernels.rope import rope_store, rope_store_reference
@@ -26,51 +25,12 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 ATOL, RTOL = 2e-2, 2e-2  # bfloat16 results against float32 arithmetic rounded once
 
 
-@dataclass(frozen=True)
-class Timing:
-    """A call to time: `runs` are the same call on different memory, `num_bytes` each moves."""
-
-    runs: list[Callable[[], object]]
-    num_bytes: int
-    num_flops: int = 0
-
-
-def time_s(runs: list[Callable[[], object]], repeats: int = 15) -> float:
-    """Median seconds of one call: the calls are captured once and replayed as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for run in runs:  # compiles, and warms the allocator
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for run in runs:
-            run()
-    times = []
-    for repeat in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if repeat >= 3:
-            times.append(start.elapsed_time(end) / 1e3 / len(runs))
-    return statistics.median(times)
-
-
-def matmul_ceiling() -> float:
-    """FLOP a second of a bf16 product of two random 8192 x 8192 matrices."""
-    a, b = torch.randn((2, 8192, 8192), device="cuda").bfloat16()
-    return 2 * 8192**3 / time_s([lambda: a @ b] * 4)
-
-
 def pointwise(num_tokens: int, pool: torch.Tensor, device: str) -> dict[str, Timing]:
     """Norm, RoPE and KV store, and SwiGLU of `num_tokens`: checked here, timed later."""
-    x, residual = torch.randn((2, num_tokens, HIDDEN), device=device).bfloat16()
+    x = torch.randn((num_tokens, HIDDEN), device=device).bfloat16()
     weight = torch.randn(HIDDEN, device=device).bfloat16()
-    got, wanted = rms_norm(x, weight, 1e-5, residual), rms_norm_reference(x, weight, 1e-5, residual)
-    for have, want in zip(got, wanted, strict=True):
-        torch.testing.assert_close(have, want, atol=ATOL, rtol=RTOL)
+    wanted = rms_norm_reference(x, weight, 1e-5)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), wanted, atol=ATOL, rtol=RTOL)
 
     rotate = rotation(num_tokens, pool, device)
 
@@ -79,7 +39,7 @@ def pointwise(num_tokens: int, pool: torch.Tensor, device: str) -> dict[str, Tim
 
     row = num_tokens * 2  # bytes of one bf16 column
     calls: dict[str, tuple[Callable[[], object], int]] = {
-        "rms_norm": (partial(rms_norm, x, weight, 1e-5, residual), 4 * row * HIDDEN),
+        "rms_norm": (partial(rms_norm, x, weight, 1e-5), 2 * row * HIDDEN),
         "rope_store": (rotate, 2 * row * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM),
         "swiglu": (partial(swiglu, gate_up), 3 * row * INTERMEDIATE),
     }
@@ -109,36 +69,13 @@ def rotation(num_tokens: int, pool: torch.Tensor, device: str) -> Callable[[], N
     return partial(rope_store, *parts(qkv), *given)
 
 
-class Table:
-    """Times calls, prints a line for each and keeps the figures."""
-
-    def __init__(self, copy_bytes_s: float) -> None:
-        self._copy_bytes_s = copy_bytes_s
-        self.figures: dict[str, dict[str, float]] = {}
-
-    def add(self, name: str, timing: Timing) -> None:
-        seconds = time_s(timing.runs)
-        rate = timing.num_bytes / seconds
-        figure = {
-            "us": round(seconds * 1e6, 2),
-            "TBps": round(rate / 1e12, 3),
-            "share": round(rate / self._copy_bytes_s, 3),
-        }
-        if timing.num_flops:
-            figure["TFLOPs"] = round(timing.num_flops / seconds / 1e12, 1)
-        self.figures[name] = figure
-        print(f"{name:44}", "  ".join(f"{key} {value:>9}" for key, value in figure.items()))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="recorded in the result (default: git rev-parse HEAD)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
-    ceilings = {"copy_TBps": copy_ceiling_bytes_s() / 1e12, "bf16_TFLOPs": matmul_ceiling() / 1e12}
-    print(f"ceilings: {ceilings}")
+    ceilings = measure_ceilings()
     table = Table(ceilings["copy_TBps"] * 1e12)
     pool = torch.randn((256, 1, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM), device="cuda").bfloat16()
     for num_tokens in (1, 16, 64, 256, 2048):
@@ -146,12 +83,12 @@ def main() -> None:
             table.add(f"{name} T={num_tokens}", timing)
     result = report(
         options.seed,
-        ceilings={name: round(value, 3) for name, value in ceilings.items()},
+        ceilings=ceilings,
         checked="every kernel against its reference at these shapes, within"
         f" atol {ATOL}, rtol {RTOL}",
         figures=table.figures,
     )
-    finish(result | ({"commit": options.commit} if options.commit else {}), options.out)
+    finish(result, options.out)
 
 
 if __name__ == "__main__":

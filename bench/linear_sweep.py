@@ -24,11 +24,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from common import copy_ceiling_bytes_s, finish, report
+from common import finish, report
+from gpu_timing import copy_ceiling_bytes_s, time_s
 from hillstar.kernels.activation import swiglu
 from hillstar.kernels.linear import gate_up_swiglu_reference, linear_reference
 from hillstar.kernels.linear_tuning import Tuning
-from kernels_check import time_s
 from linear_cases import (
     DEVICE,
     MAX_RELATIVE_ERROR,

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from common import copy_ceiling_bytes_s, finish, report
+from common import finish, report
+from gpu_timing import Table, Timing, copy_ceiling_bytes_s
 from hillstar.kernels.logprobs import logprobs, logprobs_reference
 from hillstar.kernels.noise import noise_keys
 from hillstar.kernels.penalties import (
@@ -25,7 +26,6 @@ from hillstar.kernels.penalties import (
     count_tokens,
 )
 from hillstar.kernels.sampling import sample, sample_reference
-from kernels_check import Table, Timing
 
 VOCAB = 128256
 MAX_CHECKED = 32  # rows: the reference sorts each

@@ -106,7 +106,6 @@ def main() -> None:
             block_size=16,
             max_model_len=8192,
             eos_token_ids=[0],
-            kv_bytes_per_token=1,
         )
     )
     tokens: list[int] = unpack_ids(options.tokens.read_bytes()).tolist()

@@ -109,5 +109,4 @@ def _ready(config: EngineConfig, model: ModelConfig, cache: KVCache, max_model_l
         block_size=config.block_size,
         max_model_len=max_model_len,
         eos_token_ids=list(model.eos_token_ids),
-        kv_bytes_per_token=cache.pool[0].nbytes // config.block_size,
     )

@@ -23,7 +23,7 @@ class CpuForward:
         *,
         max_position: int,
         last_tokens: torch.Tensor,
-        deterministic: bool = False,
+        deterministic: bool,
     ) -> None:
         """last_tokens: int32 `[max_num_seqs]`, the last sampled token of every row.
         deterministic: a token's logits are the same bits whatever is computed beside it."""

@@ -164,7 +164,7 @@ class CudaForward:
         *,
         max_position: int,
         last_tokens: torch.Tensor,
-        deterministic: bool = False,
+        deterministic: bool,
     ) -> None:
         """Captures the graphs. last_tokens: int32 `[max_num_seqs]` on the device, the last
         sampled token of every row. deterministic: a token's logits are the same bits whatever

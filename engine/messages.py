@@ -155,7 +155,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     block_size: int
     max_model_len: int
     eos_token_ids: list[int]
-    kv_bytes_per_token: int
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):

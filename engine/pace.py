@@ -22,9 +22,10 @@ About 2 ms of an 8B model on an H200, 40 ms of a small one on two cores (2026-11
 _NUM_STEPS = 64  # remembered of each kind
 _SEEN_FACTOR = 2  # how far beyond what was seen the costs are believed
 _SAFETY = 0.9  # the part of the remembered steps that the prediction shall cover
-_TOKENS_WEIGHT = 4.0
+_TOKENS_WEIGHT = 4.0  # beside 1 for each other cost, where the steps leave open which it was
 _NUM_ROUNDS = 4  # of reweighting
-_EXACT = 0.02  # relative errors below are all alike
+_EXACT = 0.02  # relative errors below are all alike: weights stay finite
+_DEPENDENT = 1e-3  # singular values below this part of the largest: the steps leave it open
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ def _least_squares(rows: np.ndarray, targets: np.ndarray) -> np.ndarray:
     active = np.ones(rows.shape[1], dtype=bool)
     while True:
         found: np.ndarray = np.zeros(len(active))
-        found[active] = np.linalg.lstsq(rows[:, active], targets, rcond=1e-3)[0]
+        found[active] = np.linalg.lstsq(rows[:, active], targets, rcond=_DEPENDENT)[0]
         if found.min() >= 0:
             return found
         active[found.argmin()] = False

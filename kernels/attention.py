@@ -38,16 +38,12 @@ and q and out once.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 
-from hillstar.kernels.attention_long import long_kernel, reduce_kernel
-from hillstar.kernels.attention_merge import AT_ONCE
-from hillstar.kernels.attention_short import PIECE_UNITS, short_kernel
-from hillstar.kernels.attention_tuning import Tiling, Tuning, choose_tuning
+from hillstar.kernels.attention_launch import Launch, launch_long, launch_short
+from hillstar.kernels.attention_tuning import Tuning, choose_tuning
 from hillstar.kernels.checks import FLOATS, check_tensor
 from hillstar.kernels.pdl import has_pdl
 
@@ -147,7 +143,7 @@ def paged_attention(
     split_tokens = tuning.split_tokens or 0
     assert split_tokens % block_size == 0, (split_tokens, block_size)
     pdl = has_pdl(q.device)
-    launch = _Launch(
+    launch = Launch(
         inputs=(q, kv, block_tables, cu_seqlens_q, context_lens, out),
         scalars=(
             *(q.stride(0), q.stride(1), *kv.stride()[:-1], block_tables.stride(0)),
@@ -171,131 +167,10 @@ def paged_attention(
             "UPCAST": q.device.type == "cpu",
         },
     )
-    _launch_short(launch, tuning.short, counters, max_q_len, max_context_len, split_tokens)
+    launch_short(launch, tuning.short, counters, max_q_len, max_context_len, split_tokens)
     if max_q_len > tuning.short.block_m // group:
-        _launch_long(launch, tuning.long, max_context_len, split_tokens)
+        launch_long(launch, tuning.long, max_context_len, split_tokens)
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """What the launches of a call have in common: arguments in the kernels' order, options of all
-    kernels, and options of those that read the cache."""
-
-    inputs: tuple[torch.Tensor, ...]
-    scalars: tuple[float, ...]
-    options: dict[str, Any]
-    reads: dict[str, Any]
-
-
-def _launch_short(
-    launch: _Launch,
-    tiling: Tiling,
-    counters: torch.Tensor | None,
-    max_q_len: int,
-    max_context_len: int,
-    split_tokens: int,
-) -> None:
-    """Fill the short rows of the output."""
-    q, kv, block_tables = launch.inputs[:3]
-    num_rows, num_kv_heads = len(block_tables), kv.shape[2]
-    group, head_dim = launch.options["GROUP"], launch.options["HEAD_DIM"]
-    unit = split_tokens or tiling.block_n
-    fewest = split_tokens or tiling.min_share
-    # No share is smaller, so more programs than this would find nothing to do.
-    num_programs = num_rows * num_kv_heads * max(1, triton.cdiv(max_context_len, fewest))
-    if not split_tokens:
-        num_programs = min(num_programs, _num_sms(q.device) * tiling.programs_per_sm)
-    # A share can hold the end of a segment and the beginning of another; a split of its own not.
-    gap = 0 if split_tokens else num_programs
-    part_rows = group * min(launch.options["SHORT_Q"], max_q_len)
-    short_kernel[(num_programs,)](
-        *launch.inputs,
-        *_parts((num_programs + gap) * part_rows, head_dim, q.device),
-        _counters(counters, gap or num_rows * num_kv_heads, q.device),
-        *launch.scalars,
-        gap,
-        part_rows,
-        HEADS=triton.next_power_of_2(group),
-        AT_ONCE=1 if split_tokens else AT_ONCE,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        UNIT=unit,
-        MIN_UNITS=triton.cdiv(fewest, unit),
-        PIECE_UNITS=0 if split_tokens else PIECE_UNITS,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        **launch.options,
-        **launch.reads,
-    )
-
-
-def _launch_long(launch: _Launch, tiling: Tiling, max_context_len: int, split_tokens: int) -> None:
-    """Fill the long rows of the output."""
-    q, kv, block_tables, cu_seqlens_q, context_lens, out = launch.inputs
-    num_rows, num_kv_heads = len(block_tables), kv.shape[2]
-    group, head_dim = launch.options["GROUP"], launch.options["HEAD_DIM"]
-    block_q = tiling.block_m // group
-    # As many as there can be: a row has q_len // block_q whole tiles and at most one more.
-    num_tiles = len(q) // block_q + num_rows
-    num_programs = num_tiles * num_kv_heads
-    if split_tokens:
-        max_splits = max(1, triton.cdiv(max_context_len, split_tokens))
-        num_programs *= max_splits
-        splits = max_splits > 1
-    else:
-        max_splits = _num_sms(q.device) * tiling.programs_per_sm
-        # Not where even the whole tiles leave no room for a second program each.
-        splits = 2 * (len(q) // block_q) * num_kv_heads <= max_splits
-        if splits:
-            num_programs = max(num_programs, max_splits)
-    partial_out = partial_lse = None
-    if splits:
-        partial_out, partial_lse = _parts(num_programs * tiling.block_m, head_dim, q.device)
-    cut: dict[str, Any] = {
-        "split_tokens": split_tokens,
-        "max_splits": max_splits,
-        "BLOCK_M": tiling.block_m,
-        "BLOCK_N": tiling.block_n,
-        "MIN_SHARE": tiling.min_share,
-    }
-    long_kernel[(num_programs,)](
-        *launch.inputs,
-        partial_out,
-        partial_lse,
-        *launch.scalars,
-        SPLITS=splits,
-        PEEL=not launch.options["HAS_WINDOW"] and not split_tokens,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        **cut,
-        **launch.options,
-        **launch.reads,
-    )
-    if splits:
-        reduce_kernel[(num_tiles, num_kv_heads, block_q)](
-            partial_out,
-            partial_lse,
-            cu_seqlens_q,
-            context_lens,
-            out,
-            num_rows,
-            num_kv_heads,
-            launch.scalars[-1],
-            HEADS=triton.next_power_of_2(group),
-            AT_ONCE=1 if split_tokens else AT_ONCE,
-            num_warps=4,
-            **cut,
-            **launch.options,
-        )
-
-
-def _parts(num_rows: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for parts of results and their log-sum-exp."""
-    return (
-        torch.empty((num_rows, head_dim), dtype=torch.float32, device=device),
-        torch.empty(num_rows, dtype=torch.float32, device=device),
-    )
 
 
 def _check(
@@ -322,19 +197,3 @@ def _check(
     num_rows = block_tables.shape[0]
     check_tensor("cu_seqlens_q", cu_seqlens_q, shape=(num_rows + 1,), dtypes=ints, device=device)
     check_tensor("context_lens", context_lens, shape=(num_rows,), dtypes=ints, device=device)
-
-
-def _num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors; the interpreter runs one program at a time."""
-    if device.type == "cpu":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _counters(counters: torch.Tensor | None, needed: int, device: torch.device) -> torch.Tensor:
-    if counters is None:
-        return torch.zeros(needed, dtype=torch.int32, device=device)
-    check_tensor("counters", counters, shape=(None,), dtypes=(torch.int32,), device=device)
-    if counters.numel() < needed:
-        raise ValueError(f"counters: {counters.numel()} elements; expected at least {needed}")
-    return counters

@@ -41,3 +41,17 @@ def check_tensor(
         raise ValueError(f"{name}: last stride is {tensor.stride(-1)}; expected 1")
     if contiguous and not tensor.is_contiguous():
         raise ValueError(f"{name}: strides are {tensor.stride()}; expected contiguous")
+
+
+def take_counters(given: torch.Tensor | None, needed: int, device: torch.device) -> torch.Tensor:
+    """Counters of programs that wait for each other: those given, checked, or new ones, zeros.
+
+    Raises:
+        ValueError: those given are no int32, on another device, or fewer than `needed`.
+    """
+    if given is None:
+        return torch.zeros(needed, dtype=torch.int32, device=device)
+    check_tensor("counters", given, shape=(None,), dtypes=(torch.int32,), device=device)
+    if given.numel() < needed:
+        raise ValueError(f"counters: {given.numel()} elements; expected at least {needed}")
+    return given

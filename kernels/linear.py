@@ -24,7 +24,8 @@ import torch.nn.functional as F
 import triton
 
 from hillstar.kernels.activation import swiglu
-from hillstar.kernels.checks import FLOATS, check_tensor
+from hillstar.kernels.checks import check_tensor, take_counters
+from hillstar.kernels.linear_checks import check_factors, check_glu, check_sum
 from hillstar.kernels.linear_dense import can_describe, dense_glu
 from hillstar.kernels.linear_tile import tile_kernel
 from hillstar.kernels.linear_tuning import Tuning, choose_dense_glu, choose_tuning
@@ -98,15 +99,9 @@ def linear(
         ValueError: an argument has a wrong shape, dtype, device or stride, or the tuning does
             not fit the call.
     """
-    num_tokens, num_outputs = _check(x, weight, norm_weight)
-    if bias is not None:
-        check_tensor("bias", bias, shape=(num_outputs,), dtypes=(x.dtype,), device=x.device)
-    if residual is not None:
-        shape = (num_tokens, num_outputs)
-        check_tensor("residual", residual, shape=shape, dtypes=(x.dtype,), device=x.device)
-    out_dtype = out_dtype or x.dtype
-    if out_dtype not in (x.dtype, torch.float32):
-        raise ValueError(f"out_dtype: {out_dtype}; expected {x.dtype} or torch.float32")
+    num_tokens, num_outputs = check_factors(x, weight)
+    _check_norm(x, norm_weight)
+    out_dtype = check_sum(x, num_outputs, bias=bias, residual=residual, out_dtype=out_dtype)
     tuning = tuning or choose_tuning(num_tokens, num_outputs, weight.shape[1], itemsize=x.itemsize)
     if tuning is None:
         return _library_linear(x, weight, bias, residual, norm_weight, eps, out_dtype)
@@ -133,15 +128,13 @@ def gate_up_swiglu(
         ValueError: an argument has a wrong shape, dtype, device or stride, or the tuning does
             not fit the call.
     """
-    num_tokens, num_rows = _check(x, weight, norm_weight)
-    if num_rows % 2:
-        raise ValueError(f"weight: {num_rows} rows; expected an even number, gate and up")
-    width = num_rows // 2
+    num_tokens, width = check_glu(x, weight)
+    _check_norm(x, norm_weight)
     tuning = tuning or choose_tuning(
         num_tokens, width, weight.shape[1], itemsize=x.itemsize, glu=True
     )
     if tuning is None:
-        normed = x if norm_weight is None else rms_norm(x, norm_weight, eps)[0]
+        normed = x if norm_weight is None else rms_norm(x, norm_weight, eps)
         dense = choose_dense_glu(num_tokens, width)
         if dense is None or not can_describe(normed, weight):
             return swiglu(F.linear(normed, weight))
@@ -153,18 +146,10 @@ def gate_up_swiglu(
     return out
 
 
-def _check(
-    x: torch.Tensor, weight: torch.Tensor, norm_weight: torch.Tensor | None
-) -> tuple[int, int]:
-    """Check what both products share; the number of tokens and of weight rows."""
-    check_tensor("x", x, shape=(None, None), dtypes=FLOATS, device=x.device)
-    shape = (None, x.shape[1])
-    check_tensor("weight", weight, shape=shape, dtypes=(x.dtype,), device=x.device)
+def _check_norm(x: torch.Tensor, norm_weight: torch.Tensor | None) -> None:
     if norm_weight is not None:
-        check_tensor(
-            "norm_weight", norm_weight, shape=(x.shape[1],), dtypes=(x.dtype,), device=x.device
-        )
-    return x.shape[0], weight.shape[0]
+        shape = (x.shape[1],)
+        check_tensor("norm_weight", norm_weight, shape=shape, dtypes=(x.dtype,), device=x.device)
 
 
 def _library_linear(
@@ -178,7 +163,7 @@ def _library_linear(
 ) -> torch.Tensor:
     """The product as cuBLAS does it, the norm before it as a kernel of its own."""
     if norm_weight is not None:
-        x, _ = rms_norm(x, norm_weight, eps)
+        x = rms_norm(x, norm_weight, eps)
     if out_dtype != x.dtype:
         out = _wide_product(x, weight)
         for term in (bias, residual):
@@ -239,11 +224,9 @@ def _launch(
         return
     partials = None
     if tuning.num_splits > 1:
-        if counters is None:
-            counters = torch.zeros(num_tiles, dtype=torch.int32, device=x.device)
+        counters = take_counters(counters, num_tiles, x.device)
         shape = (num_tiles, tuning.num_splits, tuning.block_n + 1, tuning.block_m)
         partials = torch.empty(shape, dtype=torch.float32, device=x.device)
-        _check_counters(counters, num_tiles, x.device)
     aligned = all(n * x.itemsize % 16 == 0 for n in (num_inputs, stride))
     prefetch = tuning.block_k * tuning.num_stages if aligned and weight.data_ptr() % 16 == 0 else 0
     tile_kernel[(num_tiles, tuning.num_splits)](
@@ -267,9 +250,3 @@ def _launch(
         UPCAST=not x.is_cuda,  # the interpreter has no product of bfloat16
         **shared,
     )
-
-
-def _check_counters(counters: torch.Tensor, num_tiles: int, device: torch.device) -> None:
-    check_tensor("counters", counters, shape=(None,), dtypes=(torch.int32,), device=device)
-    if counters.numel() < num_tiles:
-        raise ValueError(f"counters: {counters.numel()} elements; expected at least {num_tiles}")

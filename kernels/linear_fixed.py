@@ -27,9 +27,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hillstar.kernels.checks import FLOATS, check_tensor
+from hillstar.kernels.checks import take_counters
 from hillstar.kernels.jit import jit, jit_with
 from hillstar.kernels.linear import gate_up_swiglu_reference, linear_reference
+from hillstar.kernels.linear_checks import check_factors, check_glu, check_sum
+from hillstar.kernels.linear_tile import load_block
 from hillstar.kernels.pdl import has_pdl
 
 fixed_linear_reference = linear_reference
@@ -71,16 +73,6 @@ def _num_segments(num_outputs: int, num_inputs: int, is_glu: bool) -> int:
 
 
 @jit
-def _load(
-    where: tl.tensor, columns: tl.tensor, mask: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr
-) -> Any:
-    """A block of rows; zero where `mask` is false or past the last column."""
-    if K % BLOCK_K != 0:
-        mask = mask & (columns < K)
-    return tl.load(where + columns, mask=mask, other=0.0)
-
-
-@jit
 def _segment(
     x_rows: tl.tensor,
     valid: tl.tensor,
@@ -101,13 +93,13 @@ def _segment(
     up = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for k in tl.range(begin, end, BLOCK_K, num_stages=NUM_STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         columns = k + tl.arange(0, BLOCK_K)[None, :]
-        gate_tile = _load(gates, columns, columns >= 0, K, BLOCK_K)
-        xs = _load(x_rows, columns, valid, K, BLOCK_K)
+        gate_tile = load_block(gates, columns, columns >= 0, K, BLOCK_K)
+        xs = load_block(x_rows, columns, valid, K, BLOCK_K)
         if UPCAST:
             xs, gate_tile = xs.to(tl.float32), gate_tile.to(tl.float32)
         gate = tl.dot(gate_tile, tl.trans(xs), gate, input_precision="ieee")
         if GLU:
-            up_tile = _load(ups, columns, columns >= 0, K, BLOCK_K).to(xs.dtype)
+            up_tile = load_block(ups, columns, columns >= 0, K, BLOCK_K).to(xs.dtype)
             up = tl.dot(up_tile, tl.trans(xs), up, input_precision="ieee")
     return gate, up
 
@@ -213,21 +205,14 @@ def fixed_linear(
 ) -> torch.Tensor:
     """`x @ weight.T + bias + residual`, new and contiguous `[num_tokens, out]`.
 
-    Arguments as `kernels.linear.linear`'s. counters: int32, zeros, one for each output tile of 64
-    and 64 tokens at most; left zero, so that one tensor serves all products of a stream.
+    Arguments as `kernels.linear.linear`'s. counters: needed where few tokens' segments are summed
+    apart, one for each 64 outputs.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or stride.
     """
-    num_tokens, num_outputs = _check(x, weight)
-    if bias is not None:
-        check_tensor("bias", bias, shape=(num_outputs,), dtypes=(x.dtype,), device=x.device)
-    if residual is not None:
-        shape = (num_tokens, num_outputs)
-        check_tensor("residual", residual, shape=shape, dtypes=(x.dtype,), device=x.device)
-    out_dtype = out_dtype or x.dtype
-    if out_dtype not in (x.dtype, torch.float32):
-        raise ValueError(f"out_dtype: {out_dtype}; expected {x.dtype} or torch.float32")
+    num_tokens, num_outputs = check_factors(x, weight)
+    out_dtype = check_sum(x, num_outputs, bias=bias, residual=residual, out_dtype=out_dtype)
     out = torch.empty((num_tokens, num_outputs), dtype=out_dtype, device=x.device)
     _launch(x, weight, bias, residual, out, counters, is_glu=False)
     return out
@@ -241,20 +226,10 @@ def fixed_gate_up_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or stride.
     """
-    num_tokens, num_rows = _check(x, weight)
-    if num_rows % 2:
-        raise ValueError(f"weight: {num_rows} rows; expected an even number, gate and up")
-    out = torch.empty((num_tokens, num_rows // 2), dtype=x.dtype, device=x.device)
+    num_tokens, width = check_glu(x, weight)
+    out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     _launch(x, weight, None, None, out, None, is_glu=True)
     return out
-
-
-def _check(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int]:
-    check_tensor("x", x, shape=(None, None), dtypes=FLOATS, device=x.device)
-    num_tokens, num_inputs = x.shape
-    shape = (None, num_inputs)
-    check_tensor("weight", weight, shape=shape, dtypes=(x.dtype,), device=x.device)
-    return num_tokens, weight.shape[0]
 
 
 def _launch(
@@ -277,11 +252,7 @@ def _launch(
     num_tiles = triton.cdiv(num_outputs, tiling.block_n)
     partials = None
     if is_apart:
-        if counters is None:
-            counters = torch.zeros(num_tiles, dtype=torch.int32, device=x.device)
-        check_tensor("counters", counters, shape=(None,), dtypes=(torch.int32,), device=x.device)
-        if counters.numel() < num_tiles:
-            raise ValueError(f"counters: {counters.numel()} elements; expected {num_tiles} or more")
+        counters = take_counters(counters, num_tiles, x.device)
         shape = (num_tiles, num_segments, tiling.block_n, tiling.block_m)
         partials = torch.empty(shape, dtype=torch.float32, device=x.device)
     pdl = has_pdl(x.device)

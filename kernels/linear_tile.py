@@ -20,7 +20,7 @@ from hillstar.kernels.pdl import prefetch
 
 
 @jit
-def _load_block(
+def load_block(
     where: tl.tensor, columns: tl.tensor, mask: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr
 ) -> Any:
     """A block of tokens or of a vector; zero where `mask` is false or past the last column."""
@@ -97,11 +97,11 @@ def tile_kernel(
     for k in tl.range(begin, end, BLOCK_K, num_stages=NUM_STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         columns = k + tl.arange(0, BLOCK_K)[None, :]
         gate_tile = _load_weights(gates[:, None], columns, K, BLOCK_K)
-        xs = _load_block(x_rows, columns, valid, K, BLOCK_K)
+        xs = load_block(x_rows, columns, valid, K, BLOCK_K)
         if norm_weight is not None:
             exact = xs.to(tl.float32)
             squares += exact * exact
-            scales = _load_block(norm_weight, columns, columns >= 0, K, BLOCK_K)
+            scales = load_block(norm_weight, columns, columns >= 0, K, BLOCK_K)
             xs = (exact * scales.to(tl.float32)).to(xs.dtype)
         if UPCAST:
             xs, gate_tile = xs.to(tl.float32), gate_tile.to(tl.float32)

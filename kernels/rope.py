@@ -53,7 +53,7 @@ def rope_store_reference(
     cos, sin = cos_sin[positions.long(), None, :].chunk(2, dim=-1)  # [num_tokens, 1, head_dim / 2]
 
     def rotated(heads: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        x = heads if weight is None else rms_norm_reference(heads, weight, eps)[0]
+        x = heads if weight is None else rms_norm_reference(heads, weight, eps)
         x1, x2 = x.float().chunk(2, dim=-1)
         return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(heads.dtype)
 

@@ -23,7 +23,7 @@ from hillstar.server.mail import Arrived, Failed, Lost, Mail
 from hillstar.server.mailbox import Mailbox
 from hillstar.server.records import ConversationRow, Fence, TurnRow
 from hillstar.server.runqueue import RunQueue
-from hillstar.server.sequences import Sequence
+from hillstar.server.sequence import Sequence
 from hillstar.server.session import Session
 from hillstar.server.tasks import Tasks
 

@@ -14,7 +14,8 @@ from hillstar.server.leases import WriterLeases
 from hillstar.server.mail import Base, Mail
 from hillstar.server.ports import Scope
 from hillstar.server.records import ConversationRow, Fence
-from hillstar.server.sequences import Owner, SequenceTable
+from hillstar.server.sequence import Owner
+from hillstar.server.sequences import SequenceTable
 from hillstar.server.text import ParentContext
 
 

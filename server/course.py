@@ -27,7 +27,7 @@ from hillstar.server.records import (
     PlacePrompt,
 )
 from hillstar.server.resource import TurnEnd
-from hillstar.server.sequences import Sequence
+from hillstar.server.sequence import Sequence
 from hillstar.server.writer import Fenced
 
 encode = msgspec.msgpack.Encoder().encode

@@ -4,7 +4,7 @@ What only Hillstar's protocols carry (`first_token`, `num_tokens`, `hillstar: {"
 for OpenAI's. `stream_id` is there exactly when the lane has a name.
 
 There is a delta for every token, so deltas are written field by field, from parts that are encoded
-already where a whole response shares them (`events.Place`).
+already where a whole response shares them (`events.Part`).
 """
 
 from typing import Any
@@ -39,9 +39,9 @@ def encode_delta(delta: TextDelta, protocol: Protocol, stream_id: str | None, r:
     first_token, num_tokens]`, or a map where there are logprobs; in JSON always a map."""
     if protocol is not _MSGPACK:
         return _json_delta(delta, with_cover=protocol is _JSON, stream_id=stream_id)
-    place = delta.place
+    part = delta.part
     number, first, count = delta.sequence_number, delta.first_token, delta.num_tokens
-    output_index, content_index = place.output_index, place.content_index
+    output_index, content_index = part.output_index, part.content_index
     if not delta.logprobs:
         return _to_msgpack(
             (_HOT_DELTA, r, number, output_index, content_index, delta.delta, first, count)
@@ -49,7 +49,7 @@ def encode_delta(delta: TextDelta, protocol: Protocol, stream_id: str | None, r:
     frame = {
         "type": "response.output_text.delta",
         "sequence_number": number,
-        "item_id": place.item_id,
+        "item_id": part.item_id,
         "output_index": output_index,
         "content_index": content_index,
         "delta": delta.delta,
@@ -96,14 +96,14 @@ def merge(first: TextDelta, second: TextDelta) -> TextDelta | None:
     Adjacent: the same item and part, and the second's tokens begin where the first's end.
     """
     if (
-        first.place != second.place
+        first.part != second.part
         or first.first_token + first.num_tokens != second.first_token
         or first.sequence_number >= second.sequence_number
     ):
         return None
     return TextDelta(
         second.sequence_number,
-        first.place,
+        first.part,
         first.delta + second.delta,
         first.first_token,
         first.num_tokens + second.num_tokens,
@@ -121,7 +121,7 @@ def _json_delta(
         lane = b',"stream_id":%b' % _to_json(stream_id)
     return b'{"type":"response.output_text.delta","sequence_number":%d%b,"delta":%b%b%b%b}' % (
         delta.sequence_number,
-        delta.place.json_fields,
+        delta.part.json_fields,
         _to_json(delta.delta),
         b',"logprobs":%b' % _to_json(delta.logprobs) if delta.logprobs else b',"logprobs":[]',
         cover,

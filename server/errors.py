@@ -97,10 +97,6 @@ def context_length_exceeded(
     )
 
 
-def kv_capacity_exceeded(message: str) -> ApiError:
-    return ApiError(400, "kv_capacity_exceeded", message, param="input")
-
-
 def server_overloaded(message: str, retry_after_s: float = 1.0) -> ApiError:
     return ApiError(503, "server_overloaded", message, retryable=True, retry_after_s=retry_after_s)
 

@@ -68,8 +68,8 @@ class Event(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where deltas belong: one value for all deltas of a part."""
+class Part:
+    """The part of an item that deltas belong to: one value for all of them."""
 
     item_id: str
     output_index: int
@@ -89,7 +89,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """`response.output_text.delta`."""
 
     sequence_number: int
-    place: Place
+    part: Part
     delta: str
     first_token: int
     num_tokens: int
@@ -122,7 +122,7 @@ class ResponseStream:
         self._stops = StopMatcher(options.stop) if options.stop else None
         self._first_stop_token = options.min_tokens  # as with EOS, none may stop it before
         self._wants_logprobs = turn.request.wants_logprobs
-        self._place = Place(
+        self._part = Part(
             output_item_id(turn.response_id, _OUTPUT_INDEX), _OUTPUT_INDEX, _CONTENT_INDEX
         )
         self._item_is_open = False
@@ -231,11 +231,11 @@ class ResponseStream:
         log, first_token = self.log, self._num_covered
         self._num_covered = num_tokens
         log.append(
-            TextDelta(len(log), self._place, text, first_token, num_tokens - first_token, logprobs)
+            TextDelta(len(log), self._part, text, first_token, num_tokens - first_token, logprobs)
         )
 
     def _open_item(self) -> None:
-        item = output_item(self._place.item_id, "in_progress", [])
+        item = output_item(self._part.item_id, "in_progress", [])
         self._add("response.output_item.added", {"output_index": _OUTPUT_INDEX, "item": item})
         self._add("response.content_part.added", {**self._where(), "part": output_text("", [])})
         self._item_is_open = True
@@ -253,15 +253,15 @@ class ResponseStream:
         if status not in ("in_progress", "completed"):
             status = "incomplete"
         return output_item(
-            self._place.item_id, status, [output_text(self.text, list(self._logprobs))]
+            self._part.item_id, status, [output_text(self.text, list(self._logprobs))]
         )
 
     def _where(self) -> dict[str, Any]:
-        place = self._place
+        part = self._part
         return {
-            "item_id": place.item_id,
-            "output_index": place.output_index,
-            "content_index": place.content_index,
+            "item_id": part.item_id,
+            "output_index": part.output_index,
+            "content_index": part.content_index,
         }
 
     def _logprob(self, token_id: int, its: TokenLogprobs) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hillstar.server.history import Prepared, push_all, stored_logprobs
 from hillstar.server.ports import Follower, Scope
 from hillstar.server.records import TurnRow
 from hillstar.server.request import CreateResponse
-from hillstar.server.sequences import Sequence
+from hillstar.server.sequence import Sequence
 
 
 class Phase(enum.Enum):

@@ -12,7 +12,7 @@ from hillstar.server.history import Prepared
 from hillstar.server.live import LiveTurn
 from hillstar.server.ports import Created, Followed, Follower, Scope
 from hillstar.server.request import CreateResponse
-from hillstar.server.sequences import Sequence
+from hillstar.server.sequence import Sequence
 from hillstar.server.text import ParentContext
 
 

@@ -10,8 +10,6 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
@@ -22,8 +20,6 @@ from hillstar.engine.messages import (
     Output,
     Park,
     Release,
-    Submit,
-    TokenLogprobs,
     Unpark,
     Usage,
 )
@@ -31,6 +27,7 @@ from hillstar.server.engineport import Engine
 from hillstar.server.journal import Journal
 from hillstar.server.ports import Observer
 from hillstar.server.records import AppendTokens, TokenRow
+from hillstar.server.sequence import Sequence
 
 MAX_STRIKES = 3  # engines that died under a sequence before it said anything
 MAX_UNSTORED_FRAMES = 64  # above this the engine is not read
@@ -39,47 +36,6 @@ MIN_UNSTORED_FRAMES = 16  # below this it is read again
 log = logging.getLogger(__name__)
 
 encode = msgspec.msgpack.Encoder().encode
-
-
-class Owner(Protocol):
-    """Who is told what became of a sequence (its session's actor)."""
-
-    def stored(self, sequence: "Sequence", output: Output) -> None:
-        """These tokens are in the journal (where they belong there); in order, without gaps."""
-        ...
-
-    def lost(self, sequence: "Sequence", error: Exception) -> None:
-        """Tokens could not be stored and never will be; more may follow, not to be sent."""
-        ...
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Sequence:
-    """One response inside the engine. Changed by the table alone."""
-
-    submit: Submit  # without output ids
-    response_id: str
-    conversation_id: str
-    epoch: int
-    key: int | None  # in the journal; None: kept in memory only
-    owner: "Owner"
-    opened_at_s: float  # by the table's clock
-    told_at_s: float | None = None  # when its owner got the last tokens
-    output_ids: bytearray = field(default_factory=bytearray)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    held: bool = False  # parked as asked
-    submitted: bool = False  # to the engine that is up
-    cancelled: bool = False
-    heard: bool = False  # has said something since it was submitted
-    strikes: int = 0
-
-    @property
-    def id(self) -> str:
-        return self.submit.sequence_id
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.output_ids) // 4
 
 
 class SequenceTable:

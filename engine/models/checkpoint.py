@@ -1,17 +1,21 @@
 """A folder of safetensors files: what its headers say, and whether that is a model's."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.errors import ModelError
 
 _INDEX = "model.safetensors.index.json"
-_DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What is loaded, by the names that headers give it."""
+
 _MAX_NAMES = 4  # names listed in one error
 
 
@@ -43,10 +47,8 @@ def read_headers(model_dir: Path) -> dict[str, Stored]:
             shape, dtype = tuple(view.get_shape()), view.get_dtype()
             if name in stored:
                 raise ModelError(f"{path}: tensor '{name}' is also in {stored[name].file.name}")
-            size_bytes = _DTYPE_BYTES.get(dtype, 0)
-            for extent in shape:
-                size_bytes *= extent
-            stored[name] = Stored(path, shape, dtype, size_bytes)
+            value_bytes = DTYPES[dtype].itemsize if dtype in DTYPES else 0  # `check` refuses it
+            stored[name] = Stored(path, shape, dtype, math.prod(shape) * value_bytes)
     return stored
 
 
@@ -99,10 +101,10 @@ def check(
                 f"{found.file}: tensor '{name}' has shape {list(found.shape)};"
                 f" config.json implies {list(shape)}"
             )
-        if found.dtype not in _DTYPE_BYTES:
+        if found.dtype not in DTYPES:
             raise ModelError(
                 f"{found.file}: tensor '{name}' has dtype {found.dtype};"
-                f" supported: {', '.join(_DTYPE_BYTES)}"
+                f" supported: {', '.join(DTYPES)}"
             )
     surplus = [name for name in stored if name not in expected and not _is_idle(name, config)]
     if surplus:

@@ -49,4 +49,4 @@ class FixedTritonOps:
         return logits
 
     def _normed(self, residual: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        return rms_norm(residual, norm, self._eps)[0]
+        return rms_norm(residual, norm, self._eps)

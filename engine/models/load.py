@@ -220,7 +220,7 @@ class _Reader:
         self,
         stored: dict[str, Stored],
         q4: dict[str, Q4Groups],
-        memory: "_Memory",
+        memory: _Memory,
         total: int,
         progress: Progress | None,
     ) -> None:

@@ -16,12 +16,13 @@ from queue import Empty, SimpleQueue
 
 import torch
 
+from hillstar.engine.models.checkpoint import DTYPES
 from hillstar.engine.models.errors import ModelError
 
 _NUM_THREADS = 8
 _PIECE_BYTES = 16 << 20
+_MOST_VALUE_BYTES = max(dtype.itemsize for dtype in DTYPES.values())
 _NUM_BUFFERS = 2  # of a thread: one is read into while the other is copied
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +169,11 @@ def _pieces(copies: Sequence[Copy]) -> Iterator[_Piece]:
             headers[copy.file] = _header(copy.file)
         entries, base = headers[copy.file]
         entry = entries[copy.name]
-        dtype = _DTYPES[str(entry["dtype"])]
+        dtype = DTYPES[str(entry["dtype"])]
         offsets = entry["data_offsets"]
         assert isinstance(offsets, list), "the header was checked"
         offset = base + int(offsets[0])
-        for part in copy.target.view(-1).split(_PIECE_BYTES // 4):  # type: ignore[no-untyped-call]
+        for part in copy.target.view(-1).split(_PIECE_BYTES // _MOST_VALUE_BYTES):  # type: ignore[no-untyped-call]
             yield _Piece(copy.file, offset, dtype, part)
             offset += part.numel() * dtype.itemsize
 

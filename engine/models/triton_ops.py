@@ -58,7 +58,7 @@ class TritonOps:
     ) -> torch.Tensor:
         if folds_norm(len(residual)):
             return product(residual, norm_weight=norm, eps=self._eps)
-        return product(rms_norm(residual, norm, self._eps)[0])
+        return product(rms_norm(residual, norm, self._eps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

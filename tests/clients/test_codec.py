@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hillstar.clients.codec import DELTA, Codec, Encoding
 from hillstar.clients.errors import ProtocolError
 from hillstar.server.encode import encode, encode_delta
-from hillstar.server.events import Notice, Place, TextDelta
+from hillstar.server.events import Notice, Part, TextDelta
 from hillstar.server.validate import decode_json, decode_msgpack
 from hillstar.server.wire import Protocol
 
@@ -49,7 +49,7 @@ def test_maps_pass_both_ways(encoding: Encoding, fields: dict[str, Any]) -> None
 @pytest.mark.parametrize("encoding", PROTOCOLS)
 def test_a_delta_is_the_same_map_under_both(encoding: Encoding) -> None:
     """The array of the hot event becomes a map, with `r` in the place of a lane."""
-    delta = TextDelta(7, Place("msg_1", 0, 0), "hé", 3, 2)
+    delta = TextDelta(7, Part("msg_1", 0, 0), "hé", 3, 2)
     payload = encode_delta(delta, PROTOCOLS[encoding], stream_id="a", r=5)
     decoded = Codec(encoding).decode(received(payload, encoding))
     expected = {"type": DELTA, "sequence_number": 7, "delta": "hé", "first_token": 3}

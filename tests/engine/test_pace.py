@@ -99,7 +99,7 @@ def largest_chunk(plans: list[Plan]) -> int:
     return max(row.num_tokens for plan in plans for row in plan.rows)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     machine=machines,
     target_ms=st.integers(2, 300),

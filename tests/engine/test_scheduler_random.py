@@ -198,4 +198,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestEngineMachine.settings = settings(max_examples=150, stateful_step_count=40)

@@ -19,11 +19,11 @@ from hillstar.server.encode import (
     merge,
 )
 from hillstar.server.errors import invalid
-from hillstar.server.events import Event, Notice, Place, TextDelta
+from hillstar.server.events import Event, Notice, Part, TextDelta
 from hillstar.server.wire import Protocol
 
-PLACE = Place("msg_1", 0, 0)
-DELTA = TextDelta(7, PLACE, "é", 3, 2)
+PART = Part("msg_1", 0, 0)
+DELTA = TextDelta(7, PART, "é", 3, 2)
 LOGPROB = {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}
 OPENAI_DELTA = {
     "type": "response.output_text.delta",
@@ -129,7 +129,7 @@ def test_merging_keeps_text_cover_and_number(
     token = 0
     for number, (text, num_tokens, has_logprob) in enumerate(parts):
         logprobs = (LOGPROB,) if has_logprob else ()
-        deltas.append(TextDelta(number, PLACE, text, token, num_tokens, logprobs))
+        deltas.append(TextDelta(number, PART, text, token, num_tokens, logprobs))
         token += num_tokens
     text = "".join(delta.delta for delta in deltas)
     num_logprobs = sum(len(delta.logprobs) for delta in deltas)
@@ -153,9 +153,7 @@ def test_merging_keeps_text_cover_and_number(
     [
         msgspec.structs.replace(DELTA, sequence_number=8),
         msgspec.structs.replace(DELTA, sequence_number=8, first_token=6),
-        msgspec.structs.replace(
-            DELTA, sequence_number=8, first_token=5, place=Place("msg_2", 0, 0)
-        ),
+        msgspec.structs.replace(DELTA, sequence_number=8, first_token=5, part=Part("msg_2", 0, 0)),
         msgspec.structs.replace(DELTA, sequence_number=6, first_token=5),
     ],
 )

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hillstar.server.events import Place, TextDelta
+from hillstar.server.events import Part, TextDelta
 from hillstar.server.limits import SocketLimits
 from hillstar.server.outbox import MAX_LEAVING, MAX_MERGED_CHARS, Outbox
 from hillstar.server.runqueue import RunQueue
@@ -42,7 +42,7 @@ class Shown:
 
     def frame(self, delta: TextDelta) -> bytes:
         cover = f"{delta.first_token}+{delta.num_tokens}"
-        name = f"{delta.place.item_id}{delta.sequence_number}"
+        name = f"{delta.part.item_id}{delta.sequence_number}"
         return f"{name}:{delta.delta}:{cover}\n".encode()
 
 
@@ -50,7 +50,7 @@ R, A, B = Shown(), Shown(), Shown()
 
 
 def delta(number: int, text: str = "x", item: str = "i") -> TextDelta:
-    return TextDelta(number, Place(item, 0, 0), text, number, 1)
+    return TextDelta(number, Part(item, 0, 0), text, number, 1)
 
 
 def outbox(pipe: Pipe, **bounds: float) -> Outbox:

@@ -30,9 +30,7 @@ from support.hub_world import (
 )
 from support.wait import until
 
-RELAXED = settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+RELAXED = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 REQUESTS: dict[str, dict[str, Any]] = {
     "plain": {"max_output_tokens": 20, "h_ignore_eos": True},

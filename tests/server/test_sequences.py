@@ -21,11 +21,11 @@ from hillstar.engine.messages import (
 )
 from hillstar.server.journal import Journal
 from hillstar.server.records import AppendTokens, Write
+from hillstar.server.sequence import Sequence
 from hillstar.server.sequences import (
     MAX_STRIKES,
     MAX_UNSTORED_FRAMES,
     MIN_UNSTORED_FRAMES,
-    Sequence,
     SequenceTable,
 )
 from hillstar.server.writer import Done

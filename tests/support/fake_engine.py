@@ -135,7 +135,6 @@ class FakeEngine:
                 block_size=16,
                 max_model_len=4096,
                 eos_token_ids=[EOS],
-                kv_bytes_per_token=1,
             )
         )
 

@@ -3,12 +3,14 @@
 MODE: `talk` answers each Submit with a token and a line on stderr; `fail` says Failed and exits;
 `silent` exits before Ready; `killed` dies by signal 9 while it loads, for as long as a file of
 that name is in the model's folder, where it adds a line each time; `garbage` sends what is no
-frame; `deaf` ignores Shutdown; `hang` stops for ever at a Submit, without dying.
+frame; `deaf` ignores Shutdown; `hang` stops for ever at a Submit, without dying; `parent` starts
+a process that has its stderr, and says its id there.
 """
 
 import os
 import signal
 import socket
+import subprocess
 import sys
 
 from hillstar.engine.channel import ChannelClosed, SocketChannel
@@ -42,6 +44,9 @@ def main() -> None:
         channel.send(Failed("no such tensor"))
         channel.flush(5)
         sys.exit(1)
+    if mode == "parent":
+        child = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL)
+        print(f"child {child.pid}", file=sys.stderr, flush=True)
     if mode == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel.send(
@@ -52,7 +57,6 @@ def main() -> None:
             block_size=16,
             max_model_len=64,
             eos_token_ids=[0],
-            kv_bytes_per_token=1,
         )
     )
     if mode == "garbage":
