@@ -95,14 +95,15 @@ class Planner:
             assert sequence.table is not None
             num_left = sequence.max_output_tokens - sequence.num_output_tokens - 1
             most = min(draft.budget, self._room(sequence) - 1, num_left)
-            tokens = speculation.draft(sequence, most, draft.load.num_tokens, num_expected)
+            tokens, num_right = speculation.draft(
+                sequence, most, draft.load.num_tokens, num_expected
+            )
             if not len(tokens):
                 continue
             grown = self._blocks.grow(sequence.table, sequence.num_planned + 1 + len(tokens))
             assert grown, "room was counted"
             draft.add_drafted(sequence, tokens)
-            rate = sequence.acceptance.rate
-            num_expected += sum(rate ** (i + 1) for i in range(len(tokens)))
+            num_expected += num_right
 
     def _make_room(self, sequence: Sequence, draft: Draft) -> int:
         """See to it that one more token has a place; how many have, 0 if it gave way itself."""

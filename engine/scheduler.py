@@ -272,6 +272,8 @@ class Scheduler:
             self._settle_rest(sequence)
         sequence.state = State.FINISHED
         del self._sequences[sequence.sequence_id]
+        if self._speculation is not None:
+            self._speculation.forget(sequence)
         self._shares.leave(sequence.tenant)
         if reason in ("stop", "length"):
             self._lengths.observe(sequence.tenant, sequence.num_output_tokens)

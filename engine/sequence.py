@@ -9,8 +9,6 @@ from enum import Enum
 import numpy as np
 
 from hillstar.engine.messages import FinishReason, SamplingParams, Usage
-from hillstar.engine.spec.lookup import Lookup
-from hillstar.engine.spec.policy import Acceptance
 from hillstar.engine.tokens import HashChain, TokenBuffer
 
 
@@ -74,8 +72,6 @@ class Sequence:
     num_preemptions: int = 0
     num_charged: int = 0  # tokens its tenant has paid for
     num_cached_tokens: int | None = None  # set at the first admission
-    lookup: Lookup | None = None  # made when it first drafts
-    acceptance: Acceptance = field(default_factory=Acceptance)
     awaited: bytes | None = None  # identity of a block that another sequence is computing
 
     @property
