@@ -3,7 +3,9 @@
     python bench/cpu_engine.py [--out bench/results/cpu-engine.json]
 
 Three workloads, bf16, greedy, random prompts (new ones each time: nothing is found in the prefix
-cache), each engine given the same prompts in turn, medians of the repeats:
+cache), each engine given the same prompts in turn, medians of the repeats. Ours twice: as it is
+served, and with `--no-speculation` (plain). Random prompts lead the model into repetition, which
+drafts guess well; text8 begins eight answers with passages of the project's own pages instead.
 * b1: one request, 128 tokens in, 128 out; b8: eight of them at once. Output tokens a second, the
   prefill included.
 * prefill: one request of 1,024 tokens in, 1 out. Prompt tokens a second.
@@ -36,6 +38,7 @@ from hillstar.engine.messages import Frame, SamplingParams, Submit, pack_ids
 from hillstar.engine.models.config import ModelConfig
 from hillstar.engine.models.fetch import resolve_model
 from hillstar.engine.models.load import load_weights
+from hillstar.server.text import Tokenizer
 
 SEED = 20261129
 NUM_IN, NUM_OUT, NUM_PREFILL = 128, 128, 1024
@@ -45,9 +48,14 @@ GAP = 1e-4  # two best logits closer than this may change places in fp32
 class Ours:
     """An engine and the queues to it, stepped by the benchmark."""
 
-    def __init__(self, folder: Path, dtype: DTypeName) -> None:
+    def __init__(self, folder: Path, dtype: DTypeName, *, speculation: bool = True) -> None:
         config = EngineConfig(
-            model_dir=folder, model_name="bench", dtype=dtype, num_blocks=512, max_num_seqs=8
+            model_dir=folder,
+            model_name="bench",
+            dtype=dtype,
+            num_blocks=512,
+            max_num_seqs=8,
+            speculation=speculation,
         )
         model = ModelConfig.from_dir(folder)
         weights = load_weights(folder, model, dtype=getattr(torch, dtype))
@@ -169,31 +177,49 @@ def ceilings() -> dict[str, float]:
     return {name: round(value, 1) for name, value in found.items()}
 
 
-def measure(ours: Ours, theirs: Theirs, repeats: int) -> dict[str, Any]:
-    """The three workloads, both engines in turn."""
+def passages(folder: Path, batch: int, length: int, skip: int) -> np.ndarray:
+    """Passages of the project's own pages, behind the first `skip` tokens: int32
+    `[batch, length]`."""
+    tokenizer = Tokenizer(folder)
+    pages = sorted((Path(__file__).parent.parent / "docs").rglob("*.md"))
+    ids = [tokenizer.encode(page.read_text()) for page in pages]
+    long = [page[skip : skip + length] for page in ids if len(page) >= skip + length]
+    return np.array(long[:batch], dtype=np.int32)
+
+
+def measure(engines: dict[str, Ours | Theirs], folder: Path, repeats: int) -> dict[str, Any]:
+    """The workloads, all engines in turn. engines: by the prefix of their figures."""
     figures: dict[str, Any] = {}
     for name, batch, num_in, num_out in (
         ("b1", 1, NUM_IN, NUM_OUT),
         ("b8", 8, NUM_IN, NUM_OUT),
+        ("text8", 8, NUM_IN, NUM_OUT),
         ("prefill", 1, NUM_PREFILL, 1),
     ):
         rng = np.random.default_rng(SEED)
         counted = batch * (num_out if num_out > 1 else num_in)
-        rates: dict[str, list[float]] = {"": [], "peer_": []}
+        rates: dict[str, list[float]] = {prefix: [] for prefix in engines}
         for repeat in range(repeats + 1):
-            prompts = random_prompts(rng, batch, num_in)
-            for prefix, engine in (("", ours), ("peer_", theirs)):
+            if name == "text8":
+                prompts = passages(folder, batch, num_in, skip=17 * repeat)
+            else:
+                prompts = random_prompts(rng, batch, num_in)
+            for prefix, engine in engines.items():
                 start = time.perf_counter()
                 engine.generate(prompts, num_out)
                 if repeat:  # the first warms up
                     rates[prefix].append(counted / (time.perf_counter() - start))
         for prefix, values in rates.items():
             figures[f"{prefix}{name}_tok_s"] = round(statistics.median(values), 1)
-        ratios = [a / b for a, b in zip(rates[""], rates["peer_"], strict=True)]
-        figures[f"{name}_ratio"] = round(statistics.median(ratios), 2)
+        for prefix in ("", "plain_"):
+            ratios = [a / b for a, b in zip(rates[prefix], rates["peer_"], strict=True)]
+            figures[f"{prefix}{name}_ratio"] = round(statistics.median(ratios), 2)
         print(
             f"{name:8} {figures[f'{name}_tok_s']:8.1f} tok/s,"
-            f" transformers {figures[f'peer_{name}_tok_s']:8.1f}, ratio {figures[f'{name}_ratio']}"
+            f" plain {figures[f'plain_{name}_tok_s']:8.1f},"
+            f" transformers {figures[f'peer_{name}_tok_s']:8.1f},"
+            f" ratio {figures[f'{name}_ratio']} (plain {figures[f'plain_{name}_ratio']})",
+            flush=True,
         )
     return figures
 
@@ -211,7 +237,9 @@ def main() -> None:
     ours, theirs = Ours(folder, "bfloat16"), Theirs(folder, "bfloat16")
     checked = check(folder, theirs, ours)
     print("checked", checked)
-    figures = measure(ours, theirs, options.repeats)
+    plain = Ours(folder, "bfloat16", speculation=False)
+    engines: dict[str, Ours | Theirs] = {"": ours, "plain_": plain, "peer_": theirs}
+    figures = measure(engines, folder, options.repeats)
     result = report(
         SEED,
         threads=torch.get_num_threads(),

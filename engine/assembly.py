@@ -21,6 +21,7 @@ from hillstar.engine.models.size import kv_groups
 from hillstar.engine.models.weights import Weights
 from hillstar.engine.runner import TorchRunner
 from hillstar.engine.scheduler import Scheduler
+from hillstar.engine.spec.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ def assemble(
         max_num_seqs=config.max_num_seqs,
         max_batched_tokens=config.max_batched_tokens,
         max_waiting=config.max_waiting,
+        speculation=Speculation() if _speculates(config) else None,
         inter_token_target_s=config.inter_token_target_s,
     )
     builder = BatchBuilder(
@@ -76,6 +78,12 @@ def assemble(
         scheduler=scheduler, builder=builder, runner=runner, inbox=inbox, outbox=outbox
     )
     return Engine(loop, scheduler, _ready(config, model, cache, max_model_len))
+
+
+def _speculates(config: EngineConfig) -> bool:
+    """Not on a GPU yet, where a plan is made while the tokens that a draft goes by are on their
+    way; not in deterministic mode, where a token costs as much beside others as alone."""
+    return config.speculation and config.device == "cpu" and not config.deterministic
 
 
 def _cache(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> KVCache:

@@ -1,9 +1,9 @@
 """Attention over the paged cache on a CPU: gather the blocks of a few rows, then one fused call.
 
-Rows that decode (one token) are batched: rows of similar context are gathered side by side, the
-query heads of a KV head folded into the query length, and padded keys masked. Rows that prefill
-go one by one, in pieces of queries. Both read keys and values through torch's flash attention,
-which never materialises scores. `kernels/attention.py` is the GPU's counterpart.
+Rows that decode (one token, or a few with drafts) are batched: rows of similar context are gathered
+side by side, the query heads of a KV head folded into the query length, and padded keys masked.
+Rows that prefill go one by one, in pieces of queries. Both read keys and values through torch's
+flash attention, which never materialises scores. `kernels/attention.py` is the GPU's counterpart.
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,8 @@ from hillstar.engine.plan import Batch
 _MAX_GROUP_BYTES = 2 << 20
 """Keys and values gathered for one call: about one core's L2 cache. Between 1 and 4 MiB no size
 was best at every batch and context on the shared machine it was tried on (2026-11-29)."""
+
+_MAX_SHORT = 16  # tokens of a row that is attended beside others: a decoder's, drafts included
 
 _PIECE = 512  # queries a call while prefilling at an offset: bounds the work on masked keys
 
@@ -118,12 +120,14 @@ def _split(batch: Batch, layout: _Layout) -> list[_Mix]:
     starts = batch.context_lens - counts
     first_blocks = np.maximum(starts - layout.window + 1, 0) // layout.block_size
     sizes = -(-batch.context_lens // layout.block_size) - first_blocks
+    is_short = counts <= _MAX_SHORT
     mixes: list[_Mix] = [
         _Prefill(batch, int(row), int(first_blocks[row]), layout)
-        for row in np.flatnonzero(counts > 1)
+        for row in np.flatnonzero(~is_short)
     ]
-    for rows in _groups(np.flatnonzero(counts == 1), sizes, layout):
-        mixes.append(_Decode(batch, rows, first_blocks[rows], sizes[rows], layout))
+    for count in np.unique(counts[is_short]):
+        for rows in _groups(np.flatnonzero(counts == count), sizes, layout):
+            mixes.append(_Decode(batch, rows, first_blocks[rows], sizes[rows], layout))
     return mixes
 
 
@@ -173,7 +177,7 @@ class _Gather:
 
 
 class _Decode:
-    """Rows that feed one token each, attended in one call."""
+    """Rows that feed as many tokens each, one or a few, attended in one call."""
 
     def __init__(
         self,
@@ -184,36 +188,53 @@ class _Decode:
         layout: _Layout,
     ) -> None:
         self._layout = layout
+        begins = batch.cu_seqlens_q[rows].astype(np.int64)
+        self._count = count = int(batch.cu_seqlens_q[rows[0] + 1] - begins[0])
         self.tokens: slice | torch.Tensor = torch.from_numpy(
-            batch.cu_seqlens_q[rows].astype(np.int64)
+            (begins[:, None] + np.arange(count)).reshape(-1)
         )
         # A short row's padding repeats its own last block, so no row reads another's memory.
         columns = np.minimum(np.arange(sizes.max()), sizes[:, None] - 1) + first_blocks[:, None]
         self._gather = _Gather(batch.block_tables[rows[:, None], columns], layout)
-        ends = batch.context_lens[rows] - first_blocks * layout.block_size
-        begins = np.maximum(ends - layout.window, 0)
-        if len(rows) == 1:
-            self._seen = slice(int(begins[0]), int(ends[0]))
+        # What each token sees, `[R, count]`: it is the last one, and the window ends before it.
+        seen = batch.context_lens[rows, None] - np.arange(count)[::-1]
+        ends = seen - first_blocks[:, None] * layout.block_size
+        starts = np.maximum(ends - layout.window, 0)
+        if ends.size == 1:
+            self._seen = slice(int(starts[0, 0]), int(ends[0, 0]))
             self._mask = None
         else:
             self._seen = slice(None)
-            self._mask = _mask(begins, ends, int(sizes.max()) * layout.block_size, layout.dtype)
+            num_keys = int(sizes.max()) * layout.block_size
+            self._mask = _mask(starts, ends, num_keys, layout)
 
     def __call__(self, block_rows: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        layout, count = self._layout, self._count
         keys, values = self._gather(block_rows)
-        return F.scaled_dot_product_attention(
-            qkv[:, : self._layout.num_heads].view(-1, *self._layout.grouped),
-            keys[:, :, self._seen],
-            values[:, :, self._seen],
-            attn_mask=self._mask,
-        ).flatten(1)
+        queries = qkv[:, : layout.num_heads].view(-1, count, *layout.grouped)
+        if count == 1:
+            queries = queries[:, 0]
+        else:  # tokens and the heads of a group together are the queries of a KV head
+            queries = queries.transpose(1, 2).flatten(2, 3)
+        attended = F.scaled_dot_product_attention(
+            queries, keys[:, :, self._seen], values[:, :, self._seen], attn_mask=self._mask
+        )
+        if count > 1:
+            num_rows, num_kv_heads, _, head_dim = attended.shape
+            attended = attended.view(num_rows, num_kv_heads, count, -1, head_dim)
+            attended = attended.transpose(1, 2).flatten(0, 1)
+        return attended.flatten(1)
 
 
-def _mask(begins: np.ndarray, ends: np.ndarray, num_keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """`[R, 1, 1, num_keys]`: 0 for keys from begin up to end, minus infinity for the others."""
+def _mask(starts: np.ndarray, ends: np.ndarray, num_keys: int, layout: _Layout) -> torch.Tensor:
+    """`[R, 1, 1 or count * group, num_keys]`: 0 for keys from start up to end, minus infinity for
+    the others. starts, ends: `[R, count]`."""
     keys = np.arange(num_keys)
-    hidden = torch.from_numpy((keys < begins[:, None]) | (keys >= ends[:, None]))
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
+    hidden = torch.from_numpy((keys < starts[..., None]) | (keys >= ends[..., None]))
+    mask = torch.zeros(hidden.shape, dtype=layout.dtype).masked_fill_(hidden, -torch.inf)
+    if mask.shape[1] > 1:
+        mask = mask.repeat_interleave(layout.grouped[1], dim=1)
+    return mask[:, None]
 
 
 class _Prefill:

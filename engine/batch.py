@@ -45,7 +45,11 @@ class BatchBuilder:
         tables[np.arange(width) >= held[:, None]] = 0
         blocks = tables[np.repeat(np.arange(len(rows)), counts), positions // self._block_size]
         slot_mapping = blocks.astype(np.int64) * self._block_size + positions % self._block_size
-        sample_rows = np.array([i for i, e in enumerate(plan.rows) if e.sample], dtype=np.int32)
+        num_samples = np.array([entry.num_samples for entry in plan.rows], dtype=np.int32)
+        sample_rows = np.repeat(np.arange(len(rows), dtype=np.int32), num_samples)
+        # The last ones of a row: counted back from its end.
+        ends = np.cumsum(num_samples)[sample_rows]
+        sample_tokens = cu_seqlens_q[sample_rows + 1] - ends + np.arange(len(ends))
         return Batch(
             plan=plan,
             token_ids=token_ids,
@@ -56,4 +60,5 @@ class BatchBuilder:
             block_tables=tables,
             slot_mapping=slot_mapping,
             sample_rows=sample_rows,
+            sample_tokens=sample_tokens.astype(np.int32),
         )

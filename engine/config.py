@@ -44,6 +44,7 @@ class EngineConfig:
     max_num_seqs: int = 64  # sequences in the batch at once
     max_batched_tokens: int = 1024  # tokens fed in one step (the chunk size of prefill)
     deterministic: bool = False  # a response's tokens do not depend on what runs beside it
+    speculation: bool = True  # draft tokens and check them, where that is faster: on a CPU
     inter_token_target_ms: int | None = None  # of running sequences, while prompts are prefilled
     max_waiting: int = 4096  # sequences queued before `server_overloaded`
 

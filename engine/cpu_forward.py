@@ -35,8 +35,8 @@ class CpuForward:
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """See `Forward`."""
-        last = batch.cu_seqlens_q[1:][batch.sample_rows].astype(np.int64) - 1
-        sampled = None if len(last) == len(batch.token_ids) else torch.from_numpy(last)
+        tokens = batch.sample_tokens.astype(np.int64)
+        sampled = None if len(tokens) == len(batch.token_ids) else torch.from_numpy(tokens)
         return self._decoder.forward(self._fed_tokens(batch), sampled, self._attention(batch))
 
     def _fed_tokens(self, batch: Batch) -> torch.Tensor:

@@ -108,7 +108,6 @@ class StepInputs:
     @staticmethod
     def pack(batch: Batch, shape: Shape) -> np.ndarray:
         """int32; neutral values where the batch is smaller than the shape."""
-        last = batch.cu_seqlens_q[1:][batch.sample_rows] - 1
         token_rows = np.repeat(batch.rows, np.diff(batch.cu_seqlens_q))
         tokens, rows = shape.num_tokens, shape.num_rows
         return np.concatenate(
@@ -119,7 +118,7 @@ class StepInputs:
                 _padded(batch.slot_mapping, tokens, -1),
                 _padded(batch.rows, rows, 0),
                 _padded(batch.context_lens, rows, 0),
-                _padded(last, rows, 0),
+                _padded(batch.sample_tokens, rows, 0),
                 _padded(batch.cu_seqlens_q, rows + 1, batch.cu_seqlens_q[-1]),
             ]
         )

@@ -1,5 +1,7 @@
 """A plan while it is being made."""
 
+import numpy as np
+
 from hillstar.engine.pace import Load
 from hillstar.engine.plan import Plan, PlanRow, RowInit
 from hillstar.engine.sequence import Sequence
@@ -11,6 +13,7 @@ class Draft:
     def __init__(self, budget: int) -> None:
         self.budget = budget  # what is left of it
         self.shares: dict[Sequence, int] = {}
+        self.drafted: dict[Sequence, np.ndarray] = {}  # int32 [n]: the last of a share's tokens
         self.entered: list[Sequence] = []
         self.has_preempted = False
         self.has_decoders = False  # running sequences that want one token, fed before all others
@@ -31,14 +34,29 @@ class Draft:
         if num_tokens > 1:
             self.num_prefill_tokens += num_tokens
 
+    def add_drafted(self, sequence: Sequence, tokens: np.ndarray) -> None:
+        """Let it feed these behind its last token."""
+        self.drafted[sequence] = tokens
+        self.shares[sequence] += len(tokens)
+        self.budget -= len(tokens)
+        self.load = self.load.plus(sequence.num_planned + 1, len(tokens), is_draft=True)
+
+    def num_own_tokens(self, sequence: Sequence) -> int:
+        """Of its share, those that are its own and not drafted."""
+        return self.shares[sequence] - len(self.drafted.get(sequence, ()))
+
     def take_back(self, sequence: Sequence) -> None:
         """Its part of the load stays: a step in which somebody gave way takes no new prompts."""
         self.budget += self.shares.pop(sequence, 0)
+        self.drafted.pop(sequence, None)
 
     def seal(self, step: int, copies: tuple[tuple[int, int], ...]) -> Plan:
         """The plan. From here on it counts as launched: its sequences are that much further."""
         inits = tuple(_init(sequence) for sequence in self.entered)
-        rows = tuple(_row(sequence, count, step) for sequence, count in self.shares.items())
+        rows = tuple(
+            _row(sequence, count, self.drafted.get(sequence), step)
+            for sequence, count in self.shares.items()
+        )
         return Plan(step=step, rows=rows, inits=inits, copies=copies)
 
 
@@ -51,21 +69,28 @@ def _init(sequence: Sequence) -> RowInit:
     )
 
 
-def _row(sequence: Sequence, num_tokens: int, step: int) -> PlanRow:
+def _row(sequence: Sequence, num_tokens: int, drafted: np.ndarray | None, step: int) -> PlanRow:
     assert sequence.table is not None, f"{sequence.sequence_id} does not run"
     start, end = sequence.num_planned, sequence.num_planned + num_tokens
-    is_complete = end == len(sequence.tokens) + sequence.num_pending
+    num_drafts = 0 if drafted is None else len(drafted)
+    is_complete = end - num_drafts == len(sequence.tokens) + sequence.num_pending
+    token_ids = None
+    if not sequence.num_pending:
+        token_ids = sequence.tokens.slice(start, end - num_drafts)
+        if drafted is not None:
+            token_ids = np.concatenate([token_ids, drafted])
     row = PlanRow(
         row=sequence.row,
         start=start,
         num_tokens=num_tokens,
-        token_ids=None if sequence.num_pending else sequence.tokens.slice(start, end),
+        token_ids=token_ids,
         new_blocks=sequence.table.blocks[sequence.num_sent_blocks :],
         sample=is_complete and sequence.max_output_tokens > 0,
+        num_drafts=num_drafts,
     )
     sequence.num_sent_blocks = len(sequence.table.blocks)
     sequence.num_planned = end
-    sequence.num_pending += row.sample
+    sequence.num_pending += row.num_samples
     sequence.num_in_flight += 1
     sequence.last_step = step
     return row

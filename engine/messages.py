@@ -139,6 +139,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens_total: int = 0  # prompt tokens found
     num_generated_tokens_total: int = 0
     num_preemptions_total: int = 0
+    num_drafted_tokens_total: int = 0  # looked up in the context and checked
+    num_accepted_tokens_total: int = 0  # of these, right
     kv_tokens_used: int = 0  # tokens with KV in leased blocks, a shared block counted once
     kv_tokens_capacity: int = 0  # leased blocks * block_size: waste = 1 - used / capacity
     step_seconds: list[float] = []  # durations of the steps since the last frame

@@ -36,9 +36,13 @@ class Load:
     num_context_tokens: int = 0  # whose keys and values are read, row by row
     num_pairs: int = 0  # of a query and a key it may see, in rows that feed several tokens
 
-    def plus(self, start: int, num_tokens: int) -> "Load":
-        """With one more row, which feeds `num_tokens` tokens from position `start` on."""
-        pairs = num_tokens * start + num_tokens * (num_tokens + 1) // 2 if num_tokens > 1 else 0
+    def plus(self, start: int, num_tokens: int, *, is_draft: bool = False) -> "Load":
+        """With one more row, which feeds `num_tokens` tokens from position `start` on.
+
+        is_draft: all but the first are drafted; few, and read beside each other.
+        """
+        is_prefill = num_tokens > 1 and not is_draft
+        pairs = num_tokens * start + num_tokens * (num_tokens + 1) // 2 if is_prefill else 0
         return Load(
             self.num_tokens + num_tokens,
             self.num_context_tokens + start + num_tokens,

@@ -35,7 +35,12 @@ class PlanRow:
     num_tokens: int  # >= 1
     token_ids: np.ndarray | None  # int32 [num_tokens]; None: the row's last sampled token (1)
     new_blocks: np.ndarray  # int32 [n], appended to the row's block table before the step
-    sample: bool  # sample from the last token's logits (its position: start + num_tokens)
+    sample: bool  # sample from the last token's logits (its position: start + num_tokens) …
+    num_drafts: int = 0  # … and from those of as many tokens before it: all but the first drafted
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_drafts + 1 if self.sample else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came back, in the order of the plan's rows with `sample=True`.
+    """What came back, in the order of the plan's rows: `num_samples` of each.
 
     token_ids: int32 `[num_samples]`. logprobs: float32 `[num_samples]`, top_ids / top_logprobs:
     `[num_samples, k]`, where k is the batch's largest `top_logprobs`; present when any row asks.
@@ -65,17 +70,20 @@ class StepResult:
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
 
-    def logprobs_of(self, index: int, num_top: int | None) -> list[TokenLogprobs] | None:
-        """Those of one sample for a sequence that asked for `num_top`, or for none at all."""
+    def logprobs_of(self, samples: range, num_top: int | None) -> list[TokenLogprobs] | None:
+        """Those of some samples for a sequence that asked for `num_top`, or for none at all."""
         if num_top is None:
             return None
+        return [self._logprobs_of(index, num_top) for index in samples]
+
+    def _logprobs_of(self, index: int, num_top: int) -> TokenLogprobs:
         assert self.logprobs is not None, "the plan asked for logprobs"
         top: list[tuple[int, float]] = []
         if num_top:
             assert self.top_ids is not None and self.top_logprobs is not None
             ids = self.top_ids[index, :num_top].tolist()
             top = list(zip(ids, self.top_logprobs[index, :num_top].tolist(), strict=True))
-        return [TokenLogprobs(float(self.logprobs[index]), top)]
+        return TokenLogprobs(float(self.logprobs[index]), top)
 
 
 class Pending(Protocol):
@@ -102,7 +110,7 @@ class Runner(Protocol):
 class Batch:
     """A plan as arrays (host memory, numpy), built by `engine.batch.BatchBuilder`.
 
-    T = tokens fed, R = plan rows, S = rows that sample.
+    T = tokens fed, R = plan rows, S = tokens that are sampled from.
     """
 
     plan: Plan
@@ -113,4 +121,5 @@ class Batch:
     context_lens: np.ndarray  # int32 [R]: tokens with KV after the step
     block_tables: np.ndarray  # int32 [R, max blocks of a row in this batch], 0-padded
     slot_mapping: np.ndarray  # int64 [T]: block * block_size + offset
-    sample_rows: np.ndarray  # int32 [S]: which of the R rows sample
+    sample_rows: np.ndarray  # int32 [S]: which of the R rows they belong to
+    sample_tokens: np.ndarray  # int32 [S]: which of the T tokens they are

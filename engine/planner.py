@@ -10,6 +10,7 @@ from hillstar.engine.pace import Load, Pace
 from hillstar.engine.plan import Plan
 from hillstar.engine.roster import Roster
 from hillstar.engine.sequence import Sequence, State
+from hillstar.engine.spec.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Planner:
         shares: TenantShares,
         admission: Admission,
         pace: Pace,
+        speculation: Speculation | None,
         max_batched_tokens: int,
     ) -> None:
         self._blocks = blocks
@@ -43,6 +45,7 @@ class Planner:
         self._shares = shares
         self._admission = admission
         self._pace = pace
+        self._speculation = speculation
         self._max_batched_tokens = max_batched_tokens
         self.num_steps = 0
         self.num_prefill_tokens = 0  # prompt tokens computed
@@ -56,15 +59,19 @@ class Planner:
         admits waiting ones, unless somebody has just had to give way. A step that carries
         decoders takes no more of prompts than its pace allows.
         """
+        if self._speculation is not None and self._speculation.must_wait(self._roster.running):
+            return None
         draft = Draft(self._max_batched_tokens)
         self._continue_running(draft)
+        if self._speculation is not None and not draft.has_preempted:
+            self._draft_ahead(draft, self._speculation)
         if not draft.has_preempted:
             self._admit(draft, now_s)
         copies = self._blocks.take_copies()
         if not draft.shares:
             return None
-        for sequence, num_tokens in draft.shares.items():
-            self._account(sequence, num_tokens)
+        for sequence in draft.shares:
+            self._account(sequence, draft.num_own_tokens(sequence))
         plan = draft.seal(self.num_steps, copies)
         self.num_steps += 1
         return Flight(plan, tuple(draft.shares), draft.load)
@@ -80,6 +87,23 @@ class Planner:
                 num_behind = len(wanting) - index - 1  # one token is left for each of them
                 most = min(num_wanted, room, draft.budget - num_behind)
                 self._feed(sequence, draft, most)
+
+    def _draft_ahead(self, draft: Draft, speculation: Speculation) -> None:
+        """Let decoders feed drafted tokens too, with what prompts left of the budget."""
+        num_expected = float(len(draft.shares))
+        for sequence in [s for s, count in draft.shares.items() if count == s.num_wanted == 1]:
+            assert sequence.table is not None
+            num_left = sequence.max_output_tokens - sequence.num_output_tokens - 1
+            most = min(draft.budget, self._room(sequence) - 1, num_left)
+            tokens, num_right = speculation.draft(
+                sequence, most, draft.load.num_tokens, num_expected
+            )
+            if not len(tokens):
+                continue
+            grown = self._blocks.grow(sequence.table, sequence.num_planned + 1 + len(tokens))
+            assert grown, "room was counted"
+            draft.add_drafted(sequence, tokens)
+            num_expected += num_right
 
     def _make_room(self, sequence: Sequence, draft: Draft) -> int:
         """See to it that one more token has a place; how many have, 0 if it gave way itself."""

@@ -84,7 +84,7 @@ class TorchRunner:
         if not len(batch.sample_rows):
             return Sampled(torch.empty(0, dtype=torch.int64))
         rows = batch.rows[batch.sample_rows]
-        result = self._sampler.sample(logits, rows, batch.context_lens[batch.sample_rows])
+        result = self._sampler.sample(logits, rows, batch.positions[batch.sample_tokens] + 1)
         self._last_tokens[to_device(rows, self._device)] = result.token_ids.int()
         return result
 

@@ -10,6 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from hillstar.engine.admission import Admission, OutputLengths, Promises
 from hillstar.engine.fairness import TenantShares, WaitingQueue
 from hillstar.engine.intake import Intake, Refused
@@ -27,10 +29,11 @@ from hillstar.engine.messages import (
     Usage,
 )
 from hillstar.engine.pace import Pace
-from hillstar.engine.plan import Plan, StepResult
+from hillstar.engine.plan import Plan, PlanRow, StepResult
 from hillstar.engine.planner import Flight, Planner
 from hillstar.engine.roster import Roster
 from hillstar.engine.sequence import BlockTable, Sequence, State
+from hillstar.engine.spec.speculation import Speculation, accepted
 
 MAX_PLANS_IN_FLIGHT = 2
 
@@ -53,6 +56,7 @@ class Scheduler:
         max_batched_tokens: int,
         max_waiting: int,
         inter_token_target_s: float | None = None,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._intake = intake
@@ -64,6 +68,7 @@ class Scheduler:
         self._waiting = WaitingQueue(self._shares)
         self._lengths = OutputLengths()
         self._pace = Pace(inter_token_target_s)
+        self._speculation = speculation
         promises = Promises()
         self._roster = Roster(blocks, promises, max_num_seqs)
         self._planner = Planner(
@@ -74,6 +79,7 @@ class Scheduler:
             shares=self._shares,
             admission=Admission(blocks, self._lengths),
             pace=self._pace,
+            speculation=speculation,
             max_batched_tokens=max_batched_tokens,
         )
         self._flights: deque[Flight] = deque()
@@ -175,36 +181,64 @@ class Scheduler:
         flight = self._flights.popleft()
         assert flight.plan is plan, f"step {plan.step} resolved out of order"
         self._pace.observe(flight.load, seconds)
+        if self._speculation is not None and not flight.load.num_pairs:
+            self._speculation.observe_step(plan.num_tokens, seconds)
         outputs: list[Output] = []
-        index = -1  # of the row among those that sampled
+        index = 0  # of the row's first sample
         for entry, sequence in zip(plan.rows, flight.sequences, strict=True):
-            index += entry.sample
+            samples = range(index, index + entry.num_samples)
+            index = samples.stop
             sequence.num_in_flight -= 1
-            sequence.num_pending -= entry.sample
-            if sequence.state is State.RUNNING:
-                self._roster.commit(sequence, entry.start + entry.num_tokens)
+            sequence.num_pending -= entry.num_samples
             if sequence.state is State.FINISHED:
                 continue
             if entry.sample:
-                outputs.append(self._take_token(sequence, result, index))
-            elif sequence.is_prefilled:
+                outputs.append(self._take_tokens(sequence, entry, result, samples))
+                continue
+            self._commit(sequence, entry.start + entry.num_tokens)
+            if sequence.is_prefilled:
                 outputs.append(self._last_output(sequence, "prefilled"))
         self._roster.resolved(plan.step)
         return outputs
 
-    def _take_token(self, sequence: Sequence, result: StepResult, index: int) -> Output:
+    def _take_tokens(
+        self, sequence: Sequence, entry: PlanRow, result: StepResult, samples: range
+    ) -> Output:
+        """What was sampled behind the sequence's own token and behind each right draft."""
         first_token = sequence.num_output_tokens
-        token_id = int(result.token_ids[index])
-        sequence.tokens.append(token_id)
-        self._num_generated_tokens += 1
-        reason = sequence.reason_to_stop
+        reason = None
+        kept = samples[: 1 + self._num_accepted(sequence, entry, result.token_ids[samples])]
+        for count, index in enumerate(kept, start=1):
+            sequence.tokens.append(int(result.token_ids[index]))
+            reason = sequence.reason_to_stop
+            if reason:
+                kept = kept[:count]
+                break
+        self._num_generated_tokens += len(kept)
+        end = entry.start + entry.num_tokens - entry.num_drafts + len(kept) - 1
+        if entry.num_drafts and sequence.state is State.RUNNING:
+            sequence.num_planned = end  # what lies behind was drafted in vain: fed once more
+        self._commit(sequence, end)
+        num_top = sequence.params.top_logprobs
         return Output(
             sequence.sequence_id,
             first_token,
-            [token_id],
-            result.logprobs_of(index, sequence.params.top_logprobs),
+            result.token_ids[kept].tolist(),
+            result.logprobs_of(kept, num_top),
             self._finish(sequence, reason) if reason else None,
         )
+
+    def _num_accepted(self, sequence: Sequence, entry: PlanRow, chosen: np.ndarray) -> int:
+        if not entry.num_drafts or self._speculation is None:
+            return 0
+        assert entry.token_ids is not None, "who drafts knows its last token"
+        num_accepted = accepted(entry.token_ids[1:], chosen)
+        self._speculation.observe(sequence, entry.num_drafts, num_accepted)
+        return num_accepted
+
+    def _commit(self, sequence: Sequence, num_tokens: int) -> None:
+        if sequence.state is State.RUNNING:
+            self._roster.commit(sequence, num_tokens)
 
     # -- leaving --------------------------------------------------------------------------------
 
@@ -238,6 +272,8 @@ class Scheduler:
             self._settle_rest(sequence)
         sequence.state = State.FINISHED
         del self._sequences[sequence.sequence_id]
+        if self._speculation is not None:
+            self._speculation.forget(sequence)
         self._shares.leave(sequence.tenant)
         if reason in ("stop", "length"):
             self._lengths.observe(sequence.tenant, sequence.num_output_tokens)
@@ -267,7 +303,7 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Counters and gauges of this instant; the loop adds `step_seconds`."""
-        pool, planner = self._blocks.pool, self._planner
+        pool, planner, spec = self._blocks.pool, self._planner, self._speculation
         return EngineStats(
             blocks_free=pool.num_free,
             blocks_cached=pool.num_cached,
@@ -280,6 +316,8 @@ class Scheduler:
             num_cached_tokens_total=planner.num_cached_tokens,
             num_generated_tokens_total=self._num_generated_tokens,
             num_preemptions_total=planner.num_preemptions,
+            num_drafted_tokens_total=spec.num_drafted_tokens if spec else 0,
+            num_accepted_tokens_total=spec.num_accepted_tokens if spec else 0,
             kv_tokens_used=self._blocks.num_tokens_used + self._roster.num_tokens_in_flight,
             kv_tokens_capacity=pool.num_leased * self._blocks.block_size,
         )

@@ -66,7 +66,7 @@ class Sequence:
     table: BlockTable | None = None  # when running
     num_planned: int = 0  # tokens with KV after every launched plan
     num_sent_blocks: int = 0  # how much of the table the device knows
-    num_pending: int = 0  # sampled tokens that have not come back
+    num_pending: int = 0  # sampled tokens that have not come back, behind drafts too
     num_in_flight: int = 0  # unresolved plans that name it
     last_step: int = -1  # the newest plan that names it
     num_preemptions: int = 0

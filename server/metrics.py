@@ -149,6 +149,21 @@ def _engine_counters(stats: EngineStats) -> Iterator[Metric]:
         ("hillstar_steps", "Steps of the engine.", stats.num_steps_total),
     ):
         yield CounterMetricFamily(name, documentation, value=total)
+    for name, documentation, total in (
+        (
+            "hillstar_draft_proposed_tokens",
+            "Tokens guessed ahead.",
+            stats.num_drafted_tokens_total,
+        ),
+        (
+            "hillstar_draft_accepted_tokens",
+            "Guesses that were right.",
+            stats.num_accepted_tokens_total,
+        ),
+    ):
+        drafts = CounterMetricFamily(name, documentation, labels=["draft"])
+        drafts.add_metric(["lookup"], total)
+        yield drafts
 
 
 def _engine_gauges(stats: EngineStats) -> Iterator[Metric]:

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from hillstar.engine.messages import Cancel, Park, Release, Unpark
+from hillstar.engine.spec.speculation import Speculation
 from support.engine_bench import EngineBench, ids_of, submit
 from support.fake_runner import FakeModel
 
@@ -21,6 +22,8 @@ class EngineMachine(RuleBasedStateMachine):
         eager=st.booleans(),
         hopeful=st.booleans(),
         eos_probability=st.sampled_from([0.0, 0.05, 0.3]),
+        drafts=st.booleans(),
+        refrain=st.sampled_from([None, 1, 3]),
     )
     def build(
         self,
@@ -30,6 +33,8 @@ class EngineMachine(RuleBasedStateMachine):
         eager: bool,
         hopeful: bool,
         eos_probability: float,
+        drafts: bool,
+        refrain: int | None,
     ) -> None:
         self.bench = EngineBench(
             num_blocks=num_blocks,
@@ -38,8 +43,9 @@ class EngineMachine(RuleBasedStateMachine):
             max_batched_tokens=max(budget, max_num_seqs),
             max_model_len=96,
             max_waiting=12,
-            model=FakeModel(vocab_size=6, eos_probability=eos_probability),
+            model=FakeModel(vocab_size=6, eos_probability=eos_probability, refrain=refrain),
             eager=eager,
+            speculation=Speculation() if drafts else None,
         )
         if hopeful:
             self.bench.teach_short_outputs()

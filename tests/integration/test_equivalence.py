@@ -120,6 +120,25 @@ def test_a_batch_changes_nothing(subject: Subject) -> None:
     subject.check(engine)
 
 
+def test_drafts_change_nothing(subject: Subject) -> None:
+    """What is guessed from the context and checked is what would have been said anyway, greedy or
+    sampled, alone and in a batch whose other members are guessed wrongly; and it saves steps."""
+    engine = subject.engine()
+    for case in subject.cases:
+        subject.submit(engine, case)
+    engine.run()
+    subject.check(engine)
+    alone = subject.engine()
+    for case in subject.cases:
+        subject.submit(alone, case)
+        alone.run()
+    subject.check(alone)
+    assert alone.stats.num_drafted_tokens_total > 0
+    num_tokens = alone.stats.num_generated_tokens_total
+    assert num_tokens == len(subject.cases) * subject.num_tokens
+    assert alone.stats.num_steps_total == num_tokens - alone.stats.num_accepted_tokens_total
+
+
 def test_the_step_of_admission_changes_nothing(subject: Subject) -> None:
     """Sequences that enter while others decode, or wait for a row, say what each says alone."""
     engine = subject.engine(max_num_seqs=4)
@@ -136,7 +155,7 @@ def test_the_step_of_admission_changes_nothing(subject: Subject) -> None:
 def test_chunks_change_nothing(subject: Subject) -> None:
     """Prompts fed in chunks of all sizes up to 27, as decoding rows leave room, are understood
     as whole ones."""
-    engine = subject.engine(max_batched_tokens=27, max_num_seqs=5)
+    engine = subject.engine(max_batched_tokens=27, max_num_seqs=5, speculation=False)
     num_prompt_tokens = sum(len(case.prompt) for case in subject.cases)
     for case in subject.cases:
         subject.submit(engine, case)
@@ -174,7 +193,8 @@ def test_preemption_changes_nothing(subject: Subject) -> None:
         for end in range(BLOCK_SIZE, len(case.prompt) + 1, BLOCK_SIZE)
     }
     # Every prompt fits, with less than two blocks more for each; all outputs do not.
-    engine = subject.engine(num_blocks=len(full_blocks) + 2 * len(subject.cases))
+    num_blocks = len(full_blocks) + 2 * len(subject.cases)
+    engine = subject.engine(num_blocks=num_blocks, speculation=False)
     expect_short_outputs(engine, {case.tenant for case in subject.cases})
     for case in subject.cases:
         subject.submit(engine, case)

@@ -8,6 +8,7 @@ from hillstar.engine.kv.manager import BlockManager
 from hillstar.engine.messages import Finish, Output, SamplingParams, Submit, pack_ids, unpack_ids
 from hillstar.engine.plan import Pending, Plan
 from hillstar.engine.scheduler import Command, Scheduler
+from hillstar.engine.spec.speculation import Speculation
 from support.fake_runner import EOS_ID, FakeModel, FakeRunner, fake_generate
 
 ROUND_S = 0.01  # what a round takes in which nothing is computed
@@ -61,6 +62,7 @@ class EngineBench:
         model: FakeModel | None = None,
         eager: bool = False,
         inter_token_target_s: float | None = None,
+        speculation: Speculation | None = None,
         step_s: Callable[[Plan], float] = lambda _: ROUND_S,
     ) -> None:
         self.model = model or FakeModel()
@@ -82,6 +84,7 @@ class EngineBench:
             max_batched_tokens=max_batched_tokens,
             max_waiting=max_waiting,
             inter_token_target_s=inter_token_target_s,
+            speculation=speculation,
             clock=lambda: self.now_s,
         )
         self.builder = BatchBuilder(

@@ -99,7 +99,7 @@ def sampled(num_tokens: int, seed: int) -> SamplingParams:
 def _reference(
     model: LoadedModel, name: str, tenant: str, prompt: list[int], params: SamplingParams
 ) -> Case:
-    engine = LocalEngine(model, block_size=BLOCK_SIZE)
+    engine = LocalEngine(model, block_size=BLOCK_SIZE, speculation=False)
     generation = engine.submit(name, prompt, _with_top_two(params))
     engine.run()
     assert engine.stats.num_steps_total == params.max_tokens, "the prompt went in as a whole"

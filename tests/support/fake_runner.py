@@ -18,14 +18,23 @@ EOS_ID = 0
 
 @dataclass(frozen=True)
 class FakeModel:
-    """token = hash(seed, context); EOS with probability `eos_probability`, unless masked."""
+    """token = hash(seed, context); EOS with probability `eos_probability`, unless masked.
+
+    refrain: in two of three positions the token repeats the one this far back, so that what a
+    sequence says can be guessed from what it has said, and not always rightly.
+    """
 
     vocab_size: int = 50
     eos_probability: float = 0.0
+    refrain: int | None = None
 
     def next_token(self, context: np.ndarray, params: SamplingParams, num_output: int) -> int:
         seed = params.seed if params.temperature else 0
         digest = zlib.crc32(np.asarray(context, dtype="<i4").tobytes(), seed & 0xFFFFFFFF)
+        if self.refrain is not None and len(context) > self.refrain and digest % 3:
+            token = int(context[-self.refrain])
+            if token != EOS_ID:
+                return token
         may_stop = num_output >= params.min_tokens and not params.ignore_eos
         if may_stop and (digest >> 12) / (1 << 20) < self.eos_probability:
             return EOS_ID
@@ -89,7 +98,8 @@ class FakeRunner:
             self._check_layout(batch, index, row)
         self._kv.reshape(-1)[batch.slot_mapping] = token_ids
         self.num_tokens_fed += len(token_ids)
-        return StepResult(np.array([self._sample(batch, i) for i in batch.sample_rows], np.int32))
+        samples = zip(batch.sample_rows, batch.positions[batch.sample_tokens] + 1, strict=True)
+        return StepResult(np.array([self._sample(batch, *pair) for pair in samples], np.int32))
 
     def _copy(self, copies: tuple[tuple[int, int], ...]) -> None:
         """All copies at once: none may read what another writes."""
@@ -105,9 +115,8 @@ class FakeRunner:
         table = batch.block_tables[index, :num_blocks].tolist()
         assert table == row.blocks[:num_blocks], "the batch's block table is the row's"
 
-    def _sample(self, batch: Batch, index: int) -> int:
+    def _sample(self, batch: Batch, index: int, length: int) -> int:
         row = self._rows[int(batch.rows[index])]
-        length = int(batch.context_lens[index])
         num_blocks = -(-length // self._kv.shape[1])
         context = self._kv[batch.block_tables[index, :num_blocks]].reshape(-1)[:length]
         row.last_token = self._model.next_token(context, row.params, length - row.num_prompt_tokens)

@@ -86,6 +86,13 @@ SERVE = (
         "a response's tokens do not depend on what else is computed beside it; slower",
     ),
     Setting(
+        "no-speculation",
+        values.flag,
+        False,
+        "compute one token of a response at a time; otherwise, on a CPU, tokens that the context"
+        " suggests are checked several at once, which never changes them",
+    ),
+    Setting(
         "api-keys",
         values.path,
         None,

@@ -76,6 +76,7 @@ def engine_config(settings: Mapping[str, Any], model: PreparedModel) -> EngineCo
         max_batched_tokens=settings["max_batched_tokens"]
         or max(_DEFAULT_BATCHED_TOKENS, max_num_seqs),
         deterministic=settings["deterministic"],
+        speculation=not settings["no_speculation"],
         inter_token_target_ms=settings["inter_token_target_ms"] or None,
     )
 
