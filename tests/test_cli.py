@@ -264,6 +264,18 @@ def test_size_prints_bytes_and_tokens() -> None:
 
 
 @pytest.mark.model
+def test_a_killed_fetch_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`serve` says so where the system ended what reads the model's files: nobody else can."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nkill -9 $$\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert main(["serve", "--data-dir", str(tmp_path / "data")]) == 1
+    assert "signal 9" in error_line(capsys)
+
+
 def test_fetch_tells_scripts_where_the_model_lies() -> None:
     """With --json the answer is one object."""
     answer = json.loads(run("fetch", "--json").stdout)

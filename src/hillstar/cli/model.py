@@ -131,13 +131,18 @@ def _num_values(file: Path) -> int:
 
 
 def _resolve(name: str | None, data_dir: Path) -> tuple[Path, str]:
-    """(folder, name) of a model. A child does the work, whose libraries this process lacks."""
+    """(folder, name) of a model. A child does the work, whose libraries this process lacks.
+
+    Raises CommandError where it was killed, SystemExit where it has said why it failed.
+    """
     if name is not None and (folder := Path(name).expanduser()).joinpath("config.json").exists():
         return folder, folder.resolve().name
     command = [sys.executable, "-m", "hillstar", "fetch", "--json", "--data-dir", str(data_dir)]
     child = subprocess.run(
         [*command, *(["--", name] if name is not None else [])], stdout=subprocess.PIPE, text=True
     )
+    if child.returncode < 0:  # by the system, where memory is short
+        raise CommandError(f"signal {-child.returncode} ended the work on the model's files")
     if child.returncode != 0:
         sys.exit(child.returncode)  # it has said why
     answer = json.loads(child.stdout)
