@@ -7,6 +7,7 @@ step adds one token, the script's next, to every sequence. FILE holds little-end
 """
 
 import argparse
+import os
 import socket
 import time
 from dataclasses import dataclass
@@ -94,8 +95,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=Path, required=True)
     parser.add_argument("--gather", type=int, required=True)
     parser.add_argument("--pace", type=float, required=True, help="seconds between steps")
+    parser.add_argument("--cores", type=int, nargs="+", required=True, help="to run on")
     parser.add_argument("--fd", type=int, required=True)
     options = parser.parse_args()
+    os.sched_setaffinity(0, options.cores)
     channel = SocketChannel(socket.socket(fileno=options.fd))
     config = decode_config(channel.receive_payload(CONFIG_TIMEOUT_S))
     channel.send(

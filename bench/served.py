@@ -37,6 +37,7 @@ async def serve(options: argparse.Namespace) -> None:
         num_blocks=512,
         max_num_seqs=8,
         max_model_len=options.max_model_len,
+        speculation=False,  # as in `engine_alone`
     )
     config = ServerConfig(data_dir=options.data_dir, port=0)
     metrics = Metrics()

@@ -2,7 +2,8 @@
 
 Everything runs on one machine: the server in a process of its own, so that its processor time and
 memory are its own, clients that take as little as they can (`raw_streams`), and mostly an engine
-that computes nothing (`scripted_engine`).
+that computes nothing (`scripted_engine`). Clients and such engines stay off the server's core: they
+are elsewhere in a deployment, and would empty the caches that its processor time depends on.
 """
 
 import json
@@ -20,6 +21,8 @@ from hillstar.server.text import Tokenizer
 
 BENCH = Path(__file__).parent
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+CORES = sorted(os.sched_getaffinity(0))
+SERVER_CORES, OTHER_CORES = CORES[:1], CORES[1:] or CORES
 
 
 class Child:
@@ -37,6 +40,10 @@ class Child:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def keep_to(self, cores: list[int]) -> None:
+        """Run on these cores only, threads and children that it starts from now on too."""
+        os.sched_setaffinity(self.pid, cores)
 
     def tell(self, line: str = "") -> None:
         assert self._process.stdin is not None
@@ -115,6 +122,8 @@ class Stage:
         child = Child(
             "served.py", "--model", str(self.model), "--data-dir", str(data_dir), *options, *engine
         )
+        if engine:  # the real one computes on all cores
+            child.keep_to(SERVER_CORES)
         try:
             yield Served(child)
         finally:
@@ -124,6 +133,7 @@ class Stage:
         """The command of a scripted engine."""
         command = [sys.executable, str(BENCH / "scripted_engine.py")]
         command += ["--tokens", str(self.folder / "tokens")]
+        command += ["--cores", *map(str, OTHER_CORES)]
         return [*command, "--gather", str(gather), "--pace", str(pace_s)]
 
     @contextmanager
@@ -137,6 +147,7 @@ class Stage:
             for _ in range(number):
                 client = Child("raw_streams.py", *arguments)
                 stack.callback(client.close)
+                client.keep_to(OTHER_CORES)
                 clients.append(client)
             for client in clients:
                 assert client.hear() == "ready"

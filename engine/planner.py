@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from hillstar.engine.admission import Admission, Promises
-from hillstar.engine.draft import Draft
 from hillstar.engine.fairness import TenantShares, WaitingQueue
 from hillstar.engine.kv.manager import BlockManager, Match
 from hillstar.engine.pace import Load, Pace
 from hillstar.engine.plan import Plan
 from hillstar.engine.roster import Roster
 from hillstar.engine.sequence import Sequence, State
+from hillstar.engine.sketch import Sketch
 from hillstar.engine.spec.speculation import Speculation
 
 
@@ -61,56 +61,56 @@ class Planner:
         """
         if self._speculation is not None and self._speculation.must_wait(self._roster.running):
             return None
-        draft = Draft(self._max_batched_tokens)
-        self._continue_running(draft)
-        if self._speculation is not None and not draft.has_preempted:
-            self._draft_ahead(draft, self._speculation)
-        if not draft.has_preempted:
-            self._admit(draft, now_s)
+        sketch = Sketch(self._max_batched_tokens)
+        self._continue_running(sketch)
+        if self._speculation is not None and not sketch.has_preempted:
+            self._draft_ahead(sketch, self._speculation)
+        if not sketch.has_preempted:
+            self._admit(sketch, now_s)
         copies = self._blocks.take_copies()
-        if not draft.shares:
+        if not sketch.shares:
             return None
-        for sequence in draft.shares:
-            self._account(sequence, draft.num_own_tokens(sequence))
-        plan = draft.seal(self.num_steps, copies)
+        for sequence in sketch.shares:
+            self._account(sequence, sketch.num_own_tokens(sequence))
+        plan = sketch.seal(self.num_steps, copies)
         self.num_steps += 1
-        return Flight(plan, tuple(draft.shares), draft.load)
+        return Flight(plan, tuple(sketch.shares), sketch.load)
 
-    def _continue_running(self, draft: Draft) -> None:
+    def _continue_running(self, sketch: Sketch) -> None:
         """Decodes, then prefills in chunks; by rank among both."""
         wanting = [(sequence, sequence.num_wanted) for sequence in self._roster.running]
         wanting = [entry for entry in wanting if entry[1]]
         wanting.sort(key=lambda entry: entry[1] > 1)
-        draft.has_decoders = bool(wanting) and wanting[0][1] == 1
+        sketch.has_decoders = bool(wanting) and wanting[0][1] == 1
         for index, (sequence, num_wanted) in enumerate(wanting):
-            if sequence.state is State.RUNNING and (room := self._make_room(sequence, draft)):
+            if sequence.state is State.RUNNING and (room := self._make_room(sequence, sketch)):
                 num_behind = len(wanting) - index - 1  # one token is left for each of them
-                most = min(num_wanted, room, draft.budget - num_behind)
-                self._feed(sequence, draft, most)
+                most = min(num_wanted, room, sketch.budget - num_behind)
+                self._feed(sequence, sketch, most)
 
-    def _draft_ahead(self, draft: Draft, speculation: Speculation) -> None:
+    def _draft_ahead(self, sketch: Sketch, speculation: Speculation) -> None:
         """Let decoders feed drafted tokens too, with what prompts left of the budget."""
-        num_expected = float(len(draft.shares))
-        for sequence in [s for s, count in draft.shares.items() if count == s.num_wanted == 1]:
+        num_expected = float(len(sketch.shares))
+        for sequence in [s for s, count in sketch.shares.items() if count == s.num_wanted == 1]:
             assert sequence.table is not None
             num_left = sequence.max_output_tokens - sequence.num_output_tokens - 1
-            most = min(draft.budget, self._room(sequence) - 1, num_left)
+            most = min(sketch.budget, self._room(sequence) - 1, num_left)
             tokens, num_right = speculation.draft(
-                sequence, most, draft.load.num_tokens, num_expected
+                sequence, most, sketch.load.num_tokens, num_expected
             )
             if not len(tokens):
                 continue
             grown = self._blocks.grow(sequence.table, sequence.num_planned + 1 + len(tokens))
             assert grown, "room was counted"
-            draft.add_drafted(sequence, tokens)
+            sketch.add_drafted(sequence, tokens)
             num_expected += num_right
 
-    def _make_room(self, sequence: Sequence, draft: Draft) -> int:
+    def _make_room(self, sequence: Sequence, sketch: Sketch) -> int:
         """See to it that one more token has a place; how many have, 0 if it gave way itself."""
         while (room := self._room(sequence)) <= 0:
             assert len(self._roster.running) > 1, "a sequence that runs alone has room"
             victim = self._roster.running[-1]
-            self._preempt(victim, draft)
+            self._preempt(victim, sketch)
             if victim is sequence:
                 return 0
         return room
@@ -120,30 +120,30 @@ class Planner:
         assert sequence.table is not None
         return self._blocks.room(sequence.table) - sequence.num_planned
 
-    def _feed(self, sequence: Sequence, draft: Draft, most: int) -> None:
+    def _feed(self, sequence: Sequence, sketch: Sketch, most: int) -> None:
         """Give it up to `most` tokens; fewer where decoders would wait too long for the step."""
         assert most > 0, f"nothing to feed to {sequence.sequence_id}"
         assert sequence.table is not None
         num_tokens = most
-        if draft.has_decoders:
-            start, fed = sequence.num_planned, draft.num_prefill_tokens
-            num_tokens = max(1, self._pace.chunk(draft.load, fed, start, most))
-            draft.is_slow |= num_tokens < most
+        if sketch.has_decoders:
+            start, fed = sequence.num_planned, sketch.num_prefill_tokens
+            num_tokens = max(1, self._pace.chunk(sketch.load, fed, start, most))
+            sketch.is_slow |= num_tokens < most
         grown = self._blocks.grow(sequence.table, sequence.num_planned + num_tokens)
         assert grown, "room was counted"
-        draft.give(sequence, num_tokens)
+        sketch.give(sequence, num_tokens)
 
-    def _admit(self, draft: Draft, now_s: float) -> None:
+    def _admit(self, sketch: Sketch, now_s: float) -> None:
         """Let waiting sequences in while they fit, strictly in the queue's order.
 
         Only those step aside that wait for something that is on its way: a token of their own,
         or a prefix that another sequence is computing.
         """
-        if not self._roster.num_free_rows or draft.is_full or not len(self._waiting):
+        if not self._roster.num_free_rows or sketch.is_full or not len(self._waiting):
             return
         outstanding = self._admission.outstanding(self._roster.running)
         for sequence in self._waiting.candidates(now_s):
-            if not self._roster.num_free_rows or draft.is_full:
+            if not self._roster.num_free_rows or sketch.is_full:
                 break
             if sequence.num_in_flight or self._is_held_back(sequence):
                 continue
@@ -154,9 +154,9 @@ class Planner:
                 continue
             if self._roster.running and not self._admission.fits(sequence, match, outstanding):
                 break
-            self._enter(sequence, match, draft)
-            num_tokens = min(sequence.num_wanted, draft.budget, self._room(sequence))
-            self._feed(sequence, draft, num_tokens)
+            self._enter(sequence, match, sketch)
+            num_tokens = min(sequence.num_wanted, sketch.budget, self._room(sequence))
+            self._feed(sequence, sketch, num_tokens)
             outstanding += self._admission.outstanding([sequence])
 
     def _is_held_back(self, sequence: Sequence) -> bool:
@@ -171,7 +171,7 @@ class Planner:
         sequence.awaited = sequence.chain.of(index)
         return sequence.awaited in self._promises
 
-    def _enter(self, sequence: Sequence, match: Match, draft: Draft) -> None:
+    def _enter(self, sequence: Sequence, match: Match, sketch: Sketch) -> None:
         self._waiting.remove(sequence)
         sequence.state = State.RUNNING
         num_cached = self._roster.enter(sequence, match)
@@ -179,12 +179,12 @@ class Planner:
             sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
             sequence.num_charged = num_cached
             self.num_cached_tokens += sequence.num_cached_tokens
-        draft.entered.append(sequence)
+        sketch.entered.append(sequence)
 
-    def _preempt(self, sequence: Sequence, draft: Draft) -> None:
+    def _preempt(self, sequence: Sequence, sketch: Sketch) -> None:
         """Take the sequence out of the batch; its full blocks stay cached while they can."""
-        draft.take_back(sequence)
-        draft.has_preempted = True
+        sketch.take_back(sequence)
+        sketch.has_preempted = True
         self.num_preemptions += 1
         self._blocks.close(self._roster.leave(sequence))
         sequence.num_preemptions += 1

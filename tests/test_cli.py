@@ -1,6 +1,7 @@
 """The command line: settings, their sources, and what a person reads when one is wrong."""
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -57,6 +58,25 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
     assert captured.err.count("\n") == 1
     assert captured.err.startswith("hillstar: error: ")
     return captured.err
+
+
+@pytest.mark.parametrize("command", ["chat", "bench"])
+def test_a_server_that_is_not_there_is_said_at_once(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing listens at the address: one line that names it and what to do, and exit code 1."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    assert main([command, "--url", f"http://127.0.0.1:{port}"]) == 1
+    said = error_line(capsys)
+    assert f"http://127.0.0.1:{port}" in said
+    assert "hillstar serve" in said
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who types the bare name wants to know what there is; a script learns that it did nothing."""
+    assert main([]) == 2
+    assert "serve a model" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,12 @@ _STEP_DECAY = 0.99
 _PRIOR_SHARE = 0.03  # of an unknown step of one token, what a further token would add
 
 
-class StepCost:
-    """Seconds of a step that only decodes, against its tokens: a line through the last steps."""
+class DecodeCost:
+    """Seconds of a step that only decodes, against its tokens: a line through the last steps.
+
+    `pace.StepCosts` bounds steps with prompts in them, by more than their tokens and from above;
+    how many drafts pay is asked for each sequence and step, and wants the likely time, at once.
+    """
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # of weights, tokens, seconds, tokens squared, tokens * seconds
@@ -63,7 +67,7 @@ class Acceptance:
 
 
 def num_worthwhile(
-    rate: float, most: int, num_tokens: int, num_expected: float, cost: StepCost
+    rate: float, most: int, num_tokens: int, num_expected: float, cost: DecodeCost
 ) -> int:
     """How many draft tokens a sequence should take, up to `most`.
 

@@ -8,7 +8,7 @@ import numpy as np
 from hillstar.engine.messages import SamplingParams
 from hillstar.engine.sequence import Sequence
 from hillstar.engine.spec.lookup import Lookup
-from hillstar.engine.spec.policy import Acceptance, StepCost, num_worthwhile
+from hillstar.engine.spec.policy import Acceptance, DecodeCost, num_worthwhile
 
 _NOTHING = np.empty(0, dtype=np.int32)
 
@@ -29,7 +29,7 @@ class Speculation:
     """
 
     def __init__(self) -> None:
-        self._cost = StepCost()
+        self._cost = DecodeCost()
         self._drafters: dict[str, _Drafter] = {}
         self.num_drafted_tokens = 0
         self.num_accepted_tokens = 0

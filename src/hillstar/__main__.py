@@ -20,7 +20,11 @@ from hillstar.engine.config import ConfigError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
-        arguments = build_parser().parse_args(argv)
+        parser = build_parser()
+        arguments = parser.parse_args(argv)
+        if arguments.command is None:
+            parser.print_help()
+            return 2
         return _run(arguments)
     except ConfigError as error:
         report(str(error))

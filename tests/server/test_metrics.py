@@ -49,6 +49,8 @@ def test_every_promised_metric_is_there() -> None:
         "hillstar_time_to_first_token_seconds_bucket",
         "hillstar_inter_token_latency_seconds_count",
         "hillstar_step_seconds_sum",
+        "hillstar_draft_proposed_tokens_total",
+        "hillstar_draft_accepted_tokens_total",
     }
     for state in ("waiting", "running", "parked"):
         assert value(samples, "hillstar_sequences", state=state) == 0
@@ -75,6 +77,14 @@ def test_gauges_are_of_this_instant() -> None:
     assert value(samples, "hillstar_connections") == 9
     assert value(samples, "hillstar_kv_waste_ratio") == pytest.approx(0.25)
     assert value(samples, "hillstar_ready") == 1
+
+
+def test_draft_tokens_are_counted_by_draft() -> None:
+    """What was drafted and what of it was right carry the name of the draft."""
+    engine = EngineStats(num_drafted_tokens_total=7, num_accepted_tokens_total=5)
+    samples = scrape(Metrics(), HubStats(engine_state="ready", engine=engine))
+    assert value(samples, "hillstar_draft_proposed_tokens_total", draft="lookup") == 7
+    assert value(samples, "hillstar_draft_accepted_tokens_total", draft="lookup") == 5
 
 
 async def test_counters_go_on_over_an_engines_death(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hillstar.cli.options import BENCH, KEY_VARIABLE
+from hillstar.cli.reach import require_server
 from hillstar.cli.settings import resolve
 from hillstar.clients.load import LoadConfig, run_load
 
@@ -21,6 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = resolve(BENCH, arguments)
     settings["key"] = settings["key"] or os.environ.get(KEY_VARIABLE)
     config = LoadConfig(**settings)
+    require_server(config.url)
     with Progress(
         TextColumn("streams"),
         BarColumn(),

@@ -5,6 +5,7 @@ import os
 import sys
 
 from hillstar.cli.options import CHAT, KEY_VARIABLE
+from hillstar.cli.reach import require_server
 from hillstar.cli.report import CommandError
 from hillstar.cli.settings import resolve
 from hillstar.clients.chat import ChatConfig, ask_once, run_chat
@@ -16,6 +17,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = resolve(CHAT, arguments)
     settings["key"] = settings["key"] or os.environ.get(KEY_VARIABLE)
     config = ChatConfig(**settings)
+    require_server(config.url)
     try:
         if sys.stdin.isatty():
             run_chat(config)

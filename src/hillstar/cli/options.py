@@ -184,7 +184,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"hillstar {_version()}")
-    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
 
     def command(name: str, summary: str, settings: Sequence[Setting]) -> argparse.ArgumentParser:
         added: argparse.ArgumentParser = commands.add_parser(

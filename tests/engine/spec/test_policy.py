@@ -3,12 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hillstar.engine.spec.policy import MAX_DRAFT, Acceptance, StepCost, num_worthwhile
+from hillstar.engine.spec.policy import MAX_DRAFT, Acceptance, DecodeCost, num_worthwhile
 
 
-def cost(fixed: float, per_token: float) -> StepCost:
+def cost(fixed: float, per_token: float) -> DecodeCost:
     """Learnt from steps of 1 to 32 tokens."""
-    made = StepCost()
+    made = DecodeCost()
     for _ in range(20):
         for num_tokens in (1, 2, 4, 8, 16, 32):
             made.observe(num_tokens, fixed + per_token * num_tokens)
@@ -48,7 +48,7 @@ def test_what_is_sure_is_drafted_in_full() -> None:
 
 def test_an_engine_that_knows_nothing_tries() -> None:
     """Before the first step a few tokens are drafted."""
-    assert 1 <= num_worthwhile(Acceptance().rate, 8, 1, 1.0, StepCost()) <= 8
+    assert 1 <= num_worthwhile(Acceptance().rate, 8, 1, 1.0, DecodeCost()) <= 8
 
 
 def test_acceptance_follows_what_happens() -> None:

@@ -1,4 +1,4 @@
-"""A plan while it is being made."""
+"""A plan while it is being made: a draft is something else here."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from hillstar.engine.plan import Plan, PlanRow, RowInit
 from hillstar.engine.sequence import Sequence
 
 
-class Draft:
+class Sketch:
     """Who gets how many tokens of one step's budget, and who has just entered the batch."""
 
     def __init__(self, budget: int) -> None:
