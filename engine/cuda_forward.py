@@ -187,7 +187,7 @@ class CudaForward:
         self._last_tokens = last_tokens
         longest = max_blocks * self._attention.block_size
         shapes = choose_shapes(len(last_tokens), longest, is_fixed=deterministic)
-        self._graphs = self._capture_all(shapes)
+        self._graphs = self._capture_all(shapes, longest)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """See `Forward`."""
@@ -227,14 +227,14 @@ class CudaForward:
         return self._decoder.forward(token_ids, sampled, attend)
 
     @torch.inference_mode()
-    def _capture_all(self, shapes: Sequence[Shape]) -> tuple["_Graph", ...]:
+    def _capture_all(self, shapes: Sequence[Shape], longest: int) -> tuple["_Graph", ...]:
         """The largest first, so that the others find their memory in its."""
-        self._compile(shapes)
+        self._compile(shapes, longest)
         pool = torch.cuda.graph_pool_handle()
         graphs = [self._capture(shape, pool) for shape in reversed(shapes)]
         return tuple(reversed(graphs))
 
-    def _compile(self, shapes: Sequence[Shape]) -> None:
+    def _compile(self, shapes: Sequence[Shape], longest: int) -> None:
         """Run every shape once, and a prefill that has no graph: that compiles kernels, several at
         a time, and lets libraries allocate, which a capture forbids.
 
@@ -247,7 +247,7 @@ class CudaForward:
             with torch.inference_mode(), torch.cuda.stream(stream):
                 self._body(StepInputs.of(self._idle(shape), shape), shape, shape.num_rows)
 
-        prefill = Shape(_PREFILL_TOKENS, 1, _PREFILL_TOKENS, shapes[-1].max_context_len)
+        prefill = Shape(_PREFILL_TOKENS, 1, _PREFILL_TOKENS, longest)
         with ThreadPoolExecutor(_NUM_COMPILERS) as threads:
             list(threads.map(run, (prefill, *shapes)))
         torch.cuda.current_stream().wait_stream(stream)
