@@ -133,6 +133,8 @@ def main() -> None:
     parser.add_argument("--max-batched-tokens", type=int, default=8192)
     args = parser.parse_args()
     only = args.only.split(",")
+    if not {"A", "B", "C"} & set(only):
+        parser.error("--only: nothing to check the tokens by; name A, B or C too")
     ceilings = measure_ceilings()
     reference = make_reference()
     weights = take_weights(reference)

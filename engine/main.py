@@ -59,7 +59,7 @@ def _serve(channel: SocketChannel) -> int:
         engine = _start(config, channel)
     except ChannelClosed:
         raise
-    except Exception as error:
+    except Exception as error:  # the process boundary: the server is told why, whatever it was
         log.exception("the engine cannot start")
         channel.send(Failed(str(error) or type(error).__name__))
         channel.flush(FLUSH_S)
